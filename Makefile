@@ -1,0 +1,34 @@
+# make demo   a fine-tuning run from a notebook, start to finish      make test   the whole gate
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help install demo test bench clean
+help:
+	@sed -n '1s/^# //p' Makefile
+
+install: .venv/installed
+.venv/installed: setup.py settings.ini constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}; name another one with: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: install
+	@mkdir -p runs
+	$(BIN)/papermill nbs/train.ipynb runs/demo.ipynb -p resume_file none
+	@$(BIN)/multigpu-ft runs --last --notebook runs/demo.ipynb
+
+test: install
+	$(BIN)/nbdev_export
+	$(BIN)/nbdev_clean
+	git diff --exit-code
+	$(BIN)/nbdev_test --n_workers 2
+	$(BIN)/pytest -q tests
+	$(BIN)/ruff check .
+
+bench: install
+	$(BIN)/python bench/spine.py
+
+clean:
+	rm -rf .venv runs build dist *.egg-info
