@@ -17,13 +17,13 @@ install: .venv/installed
 demo: install
 	@mkdir -p runs
 	$(BIN)/papermill nbs/train.ipynb runs/demo.ipynb -p resume_file none
-	@$(BIN)/multigpu-ft runs --last --notebook runs/demo.ipynb
+	@echo 'notebook  runs/demo.ipynb' && $(BIN)/multigpu-ft runs --last
 
 test: install
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
 	git diff --exit-code
-	$(BIN)/nbdev_test --n_workers 2
+	$(BIN)/nbdev_test --n_workers 2 --skip_file_re '^[_.]|^train'
 	$(BIN)/pytest -q tests
 	$(BIN)/ruff check .
 

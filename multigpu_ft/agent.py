@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['root_cause', 'process_count', 'main']
 
-# %% ../nbs/06a_agent.ipynb #d454c5c4
+# %% ../nbs/06a_agent.ipynb #f5c69652
 from .config import RunConfig, RunDir
 from .processes import AGENT_PID_VARIABLE, read_error, watch_parent
 
@@ -18,13 +18,11 @@ if _IS_COMMAND:
     if _launcher:
         watch_parent(_launcher, _ORPHAN_GRACE_S)  # first of all: importing torch takes seconds in which the kernel may die
 
-# ruff: noqa: E402
 import os
 import signal
 import socket
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -50,7 +50,7 @@ def next_progress(saved: Progress, cfg: RunConfig, end_idx: int, num_texts: int)
         return Progress(**{**asdict(saved), "epoch": saved.epoch + 1, "position": 0})
     return saved
 
-# %% ../nbs/04_checkpoints.ipynb #2b5da1c2
+# %% ../nbs/04_checkpoints.ipynb #b7526a85
 _ADAM_COPIES = 3  # the parameter and Adam's two moments
 
 
@@ -93,7 +93,8 @@ def save_checkpoint(run_dir: RunDir, cfg: RunConfig, strategy: Single, progress:
     free = shutil.disk_usage(final.parent).free
     if world.max(float(needed > free)):
         raise CheckpointError(
-            f"checkpoint {final.name} needs {needed / 2**30:.1f} GiB, {final.parent} has {free / 2**30:.1f} GiB free: delete older checkpoints or move run_root."
+            f"checkpoint {final.name} needs {needed / 2**30:.1f} GiB, {final.parent} has {free / 2**30:.1f} GiB free: "
+            "delete older checkpoints or move run_root."
         )
     if world.is_main:
         shutil.rmtree(partial, ignore_errors=True)
@@ -181,7 +182,7 @@ def export_model(run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokeniz
     dist.barrier()
     return folder
 
-# %% ../nbs/04_checkpoints.ipynb #b939e91f
+# %% ../nbs/04_checkpoints.ipynb #cb9af00a
 def hub_token() -> str:
     "The Hub token from the environment, `hf auth login`, or Kaggle's or Colab's secrets. Raises `CheckpointError` saying where to put one."
     from huggingface_hub import get_token
@@ -192,7 +193,10 @@ def hub_token() -> str:
 
         token = UserSecretsClient().get_secret("HF_TOKEN")
     if not token:
-        raise CheckpointError("hf_repo is set, but there is no Hub token: put it in the environment variable HF_TOKEN or in Kaggle's or Colab's secrets, or leave hf_repo empty.")
+        raise CheckpointError(
+            "hf_repo is set, but there is no Hub token: put it in the environment variable HF_TOKEN or in Kaggle's or Colab's secrets, "
+            "or leave hf_repo empty."
+        )
     return token
 
 

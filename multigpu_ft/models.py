@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['load_tokenizer', 'load_model', 'causal_lm_loss', 'transformer_blocks']
 
-# %% ../nbs/02_models.ipynb #06707a9a
+# %% ../nbs/02_models.ipynb #cb734b97
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['World', 'join_world', 'compute_dtype', 'Single', 'DDP', 'FSDP', 'make_strategy']
 
-# %% ../nbs/03_strategies.ipynb #ad333670
+# %% ../nbs/03_strategies.ipynb #d68fb43a
 import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ class Single:
     def unwrap_model(self) -> nn.Module:
         return self.model
 
-# %% ../nbs/03_strategies.ipynb #517ff108
+# %% ../nbs/03_strategies.ipynb #0fc06928
 class DDP(Single):
     "Data parallel: the whole model on every rank."
 
@@ -137,8 +138,10 @@ class DDP(Single):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         device = self.world.device
+        # buffers never change in training; the option not to send them around was renamed in torch 2.13
+        keep_buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
         return DistributedDataParallel(
-            model.to(device), device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False
+            model.to(device), device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True, **{keep_buffers: False}
         )
 
     @contextmanager

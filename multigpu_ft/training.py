@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['learning_rate', 'train_step', 'step_loss', 'Training', 'main']
 
-# %% ../nbs/06_training.ipynb #474a3838
+# %% ../nbs/06_training.ipynb #a65f1836
 from .processes import StopSignal, end_with_agent, is_running, write_error
 
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
 if _IS_COMMAND:
     end_with_agent()  # first of all: importing torch takes seconds in which the agent may die
 
-# ruff: noqa: E402
 import math
 import os
 import sys

@@ -1,0 +1,185 @@
+"""Fixtures: a run root whose processes must all be gone when its test ends, and a real Jupyter kernel."""
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from jupyter_client import KernelManager
+
+REPO = Path(__file__).parents[1]
+NBS = REPO / "nbs"
+BIN = Path(sys.executable).parent
+DATA = REPO.parent / "shared" / "data"
+
+
+def processes(run_root):
+    "Agents and ranks of runs under `run_root`: their command lines name it."
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = process.cmdline()
+            if process.status() != psutil.STATUS_ZOMBIE and "-m" in line and any(str(run_root) in word for word in line):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def until(condition, seconds, what):
+    "Wait for `condition()` to be true and return it; fail after `seconds`."
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds} s: {what}")
+
+
+@pytest.fixture
+def run_root(tmp_path):
+    root = tmp_path / "runs"
+    yield root
+    left = processes(root)
+    for process in left:
+        process.kill()
+    assert not left, f"processes outlived the run: {left}"
+
+
+@pytest.fixture
+def shared_data():
+    if not DATA.is_dir():
+        pytest.skip(f"needs the real data sets in {DATA}")
+    return DATA
+
+
+def ranks(run_dir):
+    "Process ids of the ranks."
+    return json.loads((run_dir / "status.json").read_text())["pids"]["ranks"]
+
+
+def running(run_root, steps=3):
+    "The directory of the one run under `run_root`, once it has logged `steps` steps."
+    def ready():
+        for metrics in run_root.glob("*/metrics.jsonl"):
+            if metrics.read_text().count("\n") >= steps and json.loads((metrics.parent / "status.json").read_text())["state"] == "running":
+                return metrics.parent
+    return until(ready, 60, "a run that trains")
+
+
+class Kernel:
+    "A notebook kernel, driven as a frontend drives it."
+
+    def __init__(self, cwd, env):
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(cwd=str(cwd), env={**os.environ, **env})
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    def run(self, code, timeout=120):
+        "Execute `code`; returns what it printed or showed, and raises `CellError` as the frontend shows an error."
+        shown = []
+
+        def hook(message):
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                shown.append(content["text"])
+            elif message["msg_type"] in ("display_data", "execute_result", "update_display_data"):
+                shown.append(content["data"].get("text/plain", ""))
+
+        reply = self.client.execute_interactive(code, timeout=timeout, output_hook=hook)["content"]
+        if reply["status"] == "error":
+            raise CellError(reply["ename"], reply["evalue"], "\n".join(shown))
+        return "\n".join(shown)
+
+    def start(self, code):
+        "Execute `code` in the background; `.result()` waits for what `run` returns or raises."
+        return _Cell(self, code)
+
+    @property
+    def pid(self):
+        return self.manager.provisioner.pid
+
+    def shutdown(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+class CellError(Exception):
+    def __init__(self, name, value, output):
+        super().__init__(f"{name}: {value}")
+        self.name, self.value, self.output = name, value, output
+
+
+class _Cell:
+    def __init__(self, kernel, code):
+        self.value = self.error = None
+        self.thread = threading.Thread(target=self._run, args=(kernel, code), daemon=True)
+        self.thread.start()
+
+    def _run(self, kernel, code):
+        try:
+            self.value = kernel.run(code)
+        except Exception as error:
+            self.error = error
+
+    def result(self, timeout=60):
+        self.thread.join(timeout)
+        assert not self.thread.is_alive(), f"the cell is still running after {timeout} s"
+        if self.error:
+            raise self.error
+        return self.value
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    started = []
+
+    def start(**env):
+        started.append(Kernel(tmp_path, env))
+        return started[-1]
+
+    yield start
+    for k in started:
+        k.shutdown()
+
+
+@pytest.fixture
+def failing_rank(tmp_path):
+    """Environment in which rank 1 raises `ZeroDivisionError` after its third step. Python itself loads the fault, from a
+    sitecustomize module; the package knows nothing of it."""
+    folder = tmp_path / "fault"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "def fail(*_):\n"
+        "    try: lines = open(os.path.join(sys.argv[1], 'metrics.jsonl')).read().count(chr(10))\n"
+        "    except (OSError, IndexError): return\n"
+        "    if lines >= 3:\n"
+        "        signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "        raise ZeroDivisionError('planted in rank 1')\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    signal.signal(signal.SIGALRM, fail)\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.1)\n"
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+def papermill(*arguments, cwd, env=None, timeout=300):
+    return subprocess.run(
+        [BIN / "papermill", *map(str, arguments)], cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def outputs(notebook):
+    "All text that the notebook shows."
+    cells = json.loads(Path(notebook).read_text())["cells"]
+    found = [o for c in cells for o in c.get("outputs", [])]
+    return "\n".join("".join(o.get("text", "")) + "".join(o.get("data", {}).get("text/plain", "")) + "\n".join(o.get("traceback", [])) for o in found)
+

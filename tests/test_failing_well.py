@@ -1,0 +1,150 @@
+"""Each way to fail, in a real kernel: one clear error in the cell, within seconds, and nothing left behind."""
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import CellError, processes, ranks, running, until
+
+IMPORTS = "from multigpu_ft import *\n"
+
+
+def test_one_rank_raises(kernel, run_root, failing_rank):
+    cell = kernel(**failing_rank).start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
+    run_dir = running(run_root)
+    raised = until(lambda: list(run_dir.glob("errors/rank1.json")), 30, "the planted fault")[0].stat().st_mtime
+    with pytest.raises(CellError) as caught:
+        cell.result(15)
+    assert time.time() - raised < 10
+    error = caught.value
+    assert error.name == "RunFailed" and "rank 1 raised ZeroDivisionError: planted in rank 1" in error.value
+    assert "Traceback of rank 1" in error.value and "training.py" in error.value
+    until(lambda: not processes(run_root), 2, "all processes gone")
+
+
+def test_one_rank_is_killed(kernel, run_root):
+    k = kernel()
+    cell = k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
+    run_dir = running(run_root)
+    victim = ranks(run_dir)[1]
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(CellError) as caught:
+        cell.result(15)
+    assert time.monotonic() - killed < 10
+    assert caught.value.name == "RunFailed"
+    assert f"rank 1 (pid {victim}) was killed by signal 9 (SIGKILL): probably out of host memory" in caught.value.value
+    until(lambda: not processes(run_root), 2, "all processes gone")
+    # the next launch in this kernel works, on a fresh port
+    assert "done" in k.run(f"launch(RunConfig(run_root={str(run_root)!r}, end_idx=32, resume_file='none')).state")
+
+
+def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
+    k = kernel()
+    cell = k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
+    running(run_root)
+    k.manager.interrupt_kernel()
+    interrupted = time.monotonic()
+    until(lambda: not processes(run_root), 10, "all ranks gone after the interrupt")
+    assert time.monotonic() - interrupted < 10
+    cell.result(10)
+    assert "stopped" in k.run("print(run.state)")
+    step = int(k.run("print(run.status['step'])"))
+    saved = k.run("print(run.status['checkpoint'])").strip()
+    assert saved == f"opt-tiny_0-5000-step-{step}"
+    # and training goes on where it stopped
+    shown = k.run(f"again = launch(RunConfig(run_root={str(run_root)!r}, max_steps=2)); print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])")
+    assert f"continues from checkpoint {saved}" in shown and f"{step + 1} {16 * (step + 1)}" in shown
+
+
+def test_kernel_is_killed(kernel, run_root):
+    k = kernel()
+    k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
+    running(run_root)
+    os.kill(k.pid, signal.SIGKILL)
+    until(lambda: not processes(run_root), 5, "agent and ranks gone after the kernel")
+
+
+def test_kernel_is_killed_while_ranks_import(kernel, run_root):
+    k = kernel()
+    k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
+    until(lambda: len(processes(run_root)) == 3, 30, "agent and two ranks")
+    os.kill(k.pid, signal.SIGKILL)
+    until(lambda: not processes(run_root), 5, "agent and ranks gone after the kernel")
+
+
+def test_agent_is_killed(kernel, run_root):
+    k = kernel()
+    cell = k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
+    running(run_root)
+    agent = next(p for p in processes(run_root) if "multigpu_ft.agent" in p.cmdline())
+    agent.kill()
+    until(lambda: not processes(run_root), 5, "ranks gone after the agent")
+    with pytest.raises(CellError, match="agent .* was killed by signal 9"):
+        cell.result(10)
+
+
+def test_hung_rank_is_killed_when_stopped(kernel, run_root):
+    k = kernel()
+    k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}), wait=False)")
+    run_dir = running(run_root)
+    psutil.Process(ranks(run_dir)[1]).suspend()
+    started = time.monotonic()
+    assert "stopped" in k.run("print(run.stop().state)")
+    assert time.monotonic() - started < 10 and not processes(run_root)
+
+
+def test_second_interrupt_kills(kernel, run_root):
+    k = kernel()
+    cell = k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
+    run_dir = running(run_root)
+    psutil.Process(ranks(run_dir)[1]).suspend()
+    k.manager.interrupt_kernel()
+    time.sleep(1)
+    k.manager.interrupt_kernel()
+    until(lambda: not processes(run_root), 2, "all processes killed")
+    with pytest.raises(CellError, match="KeyboardInterrupt"):
+        cell.result(5)
+
+
+def test_no_listener_outside_loopback(kernel, run_root):
+    k = kernel()
+    for strategy in ("ddp", "fsdp"):
+        k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root / strategy)!r}, strategy={strategy!r}, resume_file='none'), wait=False)")
+        running(run_root / strategy)
+        listening = [c.laddr.ip for p in processes(run_root) for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert listening and set(listening) == {"127.0.0.1"}, listening
+        k.run("run.stop()")
+
+
+@pytest.mark.parametrize("line, reason", [
+    ('{"text": "ok"}\n{"text": broken}\n', "line 2: not valid JSON"),
+    ('{"text": "ok"}\n{"body": "no text"}\n', "row 1 of .* has no field 'text'; its fields are: body"),
+])
+def test_broken_data(kernel, run_root, tmp_path, line, reason):
+    (tmp_path / "a.jsonl").write_text(line)
+    with pytest.raises(CellError, match=reason) as caught:
+        kernel().run(IMPORTS + f"launch(RunConfig(run_root={str(run_root)!r}, dataset='a.jsonl'))")
+    assert caught.value.name == "DataError" and "Traceback" not in caught.value.value
+
+
+@pytest.mark.parametrize("values, name, reason", [
+    ("start_idx=300, end_idx=200", "DataError", r"slice 300-200 of builtin:python-docs, which has [\d,]+ rows: the slice is empty"),
+    ("start_idx=-1", "DataError", r"which has [\d,]+ rows: .*cannot be negative"),
+    ("start_idx=1000000", "DataError", r"slice 1000000-\(end\) of builtin:python-docs, which has [\d,]+ rows: start_idx is beyond"),
+    ("end_idx=1000000", "DataError", r"which has [\d,]+ rows: end_idx is beyond"),
+    ("dataset='none.jsonl'", "DataError", "there is no such file"),
+    ("dataset='user/none'", "DataError", "could not be loaded from the Hub"),
+    ("model='user/none'", "ModelError", "'user/none' could not be loaded"),
+    ("strat_idx=5", "ConfigError", "unknown parameter 'strat_idx' .did you mean 'start_idx'"),
+    ("hf_token='x'", "ConfigError", "looks like a secret.*HF_TOKEN"),
+    ("hf_repo='hf_" + "a" * 34 + "'", "ConfigError", "has the shape of an access token.*HF_TOKEN"),
+    ("resume_file='nope'", "CheckpointError", "there is no checkpoint 'nope'"),
+    ("hf_repo='me/model'", "CheckpointError", "no Hub token: put it in the environment variable HF_TOKEN"),
+    ("max_length=4096", "ModelError", "beyond the 512 positions"),
+])
+def test_bad_settings(kernel, run_root, values, name, reason):
+    with pytest.raises(CellError, match=reason) as caught:
+        kernel(HF_TOKEN="", HF_HUB_OFFLINE="").run(IMPORTS + f"launch(RunConfig(run_root={str(run_root)!r}, {values}))")
+    assert caught.value.name == name and "Traceback" not in caught.value.value
