@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['RunFailed', 'progress_line', 'Run', 'loss_figure', 'save_png', 'launch']
 
-# %% ../nbs/10_launcher.ipynb #438b38f1
+# %% ../nbs/10_launcher.ipynb #2f4fe648
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def _tail(path: Path, lines: int = 12) -> str:
     except FileNotFoundError:
         return "(empty)"
 
-# %% ../nbs/10_launcher.ipynb #ae60f279
+# %% ../nbs/10_launcher.ipynb #320ddddf
 class _LiveLine:
     "Text that is shown once and then updated."
 
@@ -70,11 +71,15 @@ class _LiveLine:
         self._shell = _notebook_shell()
         self._handle, self._shown, self._next = None, "", 0.0
 
-    def show(self, text: str, final: bool = False) -> None:
+    def show(self, text: Callable[[], str], final: bool = False) -> None:
+        "Show `text()`. It is called only when it is time, because it reads files and ranks need the cores."
         now = time.monotonic()
-        if text == self._shown or (now < self._next and not final):
+        if now < self._next and not final:
             return
-        self._shown, self._next = text, now + 1
+        self._next, before = now + 1, self._shown
+        text = self._shown = text()
+        if text == before:
+            return
         if self._shell:
             from IPython.display import display
 
@@ -122,7 +127,7 @@ def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]
         parts.append(status["activity"])
     return " · ".join(parts)
 
-# %% ../nbs/10_launcher.ipynb #16c17ce4
+# %% ../nbs/10_launcher.ipynb #f6be6bce
 _STOP_GRACE_S = 7.0  # ranks have to be gone 10 s after an interrupt, unless a step is longer or a checkpoint is being written
 _SAVE_GRACE_S = 300.0
 
@@ -177,7 +182,7 @@ class Run:
         line, deadline = _LiveLine(), None if timeout is None else time.monotonic() + timeout
         try:
             while self._alive():
-                line.show(self._line())
+                line.show(self._line)
                 if deadline and time.monotonic() > deadline:
                     raise TimeoutError(f"{self.name} is still {self.state} after {timeout:g} s; it goes on.")
                 time.sleep(0.2)
@@ -200,12 +205,12 @@ class Run:
                 if status["state"] == "starting" or waited > (_SAVE_GRACE_S if saving else max(_STOP_GRACE_S, 2 * step_s + 5)):
                     self.kill()
                 else:
-                    line.show(f"{self._line()} · stopping, interrupt again to kill")
+                    line.show(lambda: f"{self._line()} · stopping, interrupt again to kill")
                     time.sleep(0.1)
         except KeyboardInterrupt:
             self.kill()
             raise
-        line.show(self._line(), final=True)
+        line.show(self._line, final=True)
         return self
 
     def kill(self) -> None:
@@ -257,7 +262,7 @@ class Run:
             code = self._agent.returncode
             text = f"the torchrun agent (pid {self._agent.pid}) {_ending(code)}, and its ranks with it. The end of its log:\n"
             self.dir.update_status(state="failed", activity=None, failure={"text": text + _tail(self.dir.log_file("agent"))})
-        line.show(self._line(), final=True)
+        line.show(self._line, final=True)
         self._show_picture()
         if failure := self.status.get("failure"):
             raise _failure(self.dir, failure) from None

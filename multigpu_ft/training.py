@@ -189,7 +189,7 @@ class Training:
         self.saved = save_checkpoint(self.run_dir, self.cfg, self.strategy, self.progress, end_of_epoch)
         self.tracker.status(activity=None, checkpoint=self.saved.name)
 
-# %% ../nbs/06_training.ipynb #c47f4876
+# %% ../nbs/06_training.ipynb #e5db9e69
 def _peer_died(run_dir: RunDir) -> bool:
     pids = run_dir.status().get("pids", {}).get("ranks", [])
     return any(run_dir.path.glob("errors/*.json")) or not all(is_running(pid) for pid in pids)
@@ -204,11 +204,16 @@ def main() -> None:
         rank = int(os.environ.get("RANK", 0))
         write_error(Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.error_file(rank)), error)
         traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _leave(1)
     dist.barrier()
     dist.destroy_process_group()
+    _leave(0)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if _IS_COMMAND:

@@ -17,6 +17,24 @@ BIN = Path(sys.executable).parent
 DATA = REPO.parent / "shared" / "data"
 
 
+def pytest_collection_modifyitems(items):
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_sessionfinish(session):
+    "In CI everything is there that a test may need, except a GPU: any other skip is a failure."
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = [r for r in reporter.stats.get("skipped", []) if "needs a CUDA GPU" not in str(r.longrepr)]
+    if skipped and os.environ.get("CI"):
+        print(f"\nskipped in CI: {[(r.nodeid, r.longrepr) for r in skipped]}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def processes(run_root):
     "Agents and ranks of runs under `run_root`: their command lines name it."
     found = []

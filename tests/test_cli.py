@@ -1,0 +1,39 @@
+import json
+import os
+import subprocess
+
+from conftest import BIN
+
+
+def multigpu_ft(*arguments, cwd, **env):
+    return subprocess.run([BIN / "multigpu-ft", *map(str, arguments)], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+
+
+def test_train_and_runs(tmp_path, run_root):
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(600)))
+    done = multigpu_ft("train", "--dataset", "x.jsonl", "--start-idx", "0", "--end-idx", "500", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["state"] == "done" and result["step"] == 32 and result["checkpoint"] == "opt-tiny_0-500-epoch-1"
+    listed = multigpu_ft("runs", "--json", cwd=tmp_path)
+    assert [r["run"] for r in json.loads(listed.stdout)] == [result["run"]]
+    told = multigpu_ft("runs", "--last", cwd=tmp_path).stdout
+    assert "at the start ->" in told and "loss.png" in told and "export" in told
+
+
+def test_failures_end_non_zero_with_one_message(tmp_path):
+    for arguments, reason in (
+        (("train", "--dataset", "none.jsonl"), "DataError: dataset 'none.jsonl': there is no such file"),
+        (("train", "--preset", "nope"), "ConfigError: there is no preset 'nope'"),
+        (("train", "--batch-size", "0"), "batch_size"),
+        (("train", "--strat-idx", "0"), "strat-idx"),
+        (("fly",), "there is no verb 'fly'; the verbs are: train"),
+    ):
+        done = multigpu_ft(*arguments, cwd=tmp_path)
+        assert done.returncode != 0 and reason in done.stderr + done.stdout and "Traceback" not in done.stderr, (arguments, done)
+
+
+def test_help_is_made_from_the_fields(tmp_path):
+    shown = multigpu_ft("train", "--help", cwd=tmp_path)
+    assert shown.returncode == 0 and "--start-idx" in shown.stdout and "first row of the slice" in shown.stdout
+    assert "opt-1.3b-arxiv" in multigpu_ft("presets", cwd=tmp_path).stdout

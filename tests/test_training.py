@@ -1,0 +1,116 @@
+"""Two real ranks: the strategies give one loss curve, a run goes on where another stopped, and the export is the trained model."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from multigpu_ft import Run, RunConfig, launch
+
+STEPS = 20
+
+
+def assert_same_curve(metrics, reference):
+    "Losses within 1e-5; norms are sums of millions of fp32 squares, which depend more on their order."
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 5e-4)):
+        worst = max(abs(a[name] - b[name]) / b[name] for a, b in zip(metrics, reference, strict=True))
+        assert worst < tolerance, (name, worst)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    "20 steps of 16 rows on one process: what every other way to share the work is compared with."
+    root = tmp_path_factory.mktemp("single")
+    return launch(RunConfig(run_root=str(root), strategy="single", batch_size=16, end_idx=16 * STEPS, lr_scheduler="cosine", warmup_steps=3))
+
+
+@pytest.mark.parametrize("change", [
+    {"strategy": "ddp", "batch_size": 8},
+    {"strategy": "ddp", "batch_size": 2, "accum_steps": 4},
+    {"strategy": "fsdp", "batch_size": 4, "accum_steps": 2},
+    {"strategy": "fsdp", "batch_size": 4, "accum_steps": 2, "sharding": "shard_grad_op"},
+    {"strategy": "fsdp", "batch_size": 8, "activation_checkpointing": True},
+    {"strategy": "fsdp", "nproc": 1, "batch_size": 16},
+], ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_same_curve_however_the_work_is_shared(single, run_root, change):
+    run = launch(single.config.replace(run_root=str(run_root), run_name=None, **change))
+    assert run.status["strategy"] == change["strategy"] and len(run.metrics) == STEPS
+    assert_same_curve(run.metrics, single.metrics)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_stays_close_to_fp32(single, run_root, strategy, dtype):
+    run = launch(single.config.replace(run_root=str(run_root), run_name=None, strategy=strategy, batch_size=8, dtype=dtype, max_steps=4))
+    taken = [m for m in run.metrics if not m["skipped"]]
+    assert run.status["dtype"] == {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    assert abs(run.metrics[0]["loss"] - single.metrics[0]["loss"]) < 0.02 and taken and taken[-1]["loss"] < 8.3
+
+
+def test_goes_on_under_another_strategy_and_world_size(single, run_root):
+    plain = single.config.replace(run_root=str(run_root), run_name=None, lr_scheduler="constant", warmup_steps=0)
+    whole = launch(plain)
+    first = launch(plain.replace(strategy="ddp", batch_size=8, max_steps=7, resume_file="none"))
+    assert first.status["checkpoint"] == f"opt-tiny_0-{16 * STEPS}-step-7"
+    second = launch(plain.replace(strategy="fsdp", batch_size=8, resume_file=first.status["checkpoint"]))
+    assert_same_curve(first.metrics + second.metrics, whole.metrics)
+    assert second.metrics[-1]["samples_seen"] == 16 * STEPS
+
+
+def test_next_slice_continues_and_a_finished_one_is_not_repeated(run_root):
+    cfg = RunConfig(run_root=str(run_root), end_idx=48, num_epochs=2)
+    first = launch(cfg)
+    assert [p.name for p in first.dir.checkpoints()] == ["opt-tiny_0-48-epoch-1", "opt-tiny_0-48-epoch-2"]
+    second = launch(cfg.replace(start_idx=48, end_idx=80, num_epochs=1))
+    assert second.status["resumed_from"].endswith("opt-tiny_0-48-epoch-2")
+    assert [m["step"] for m in second.metrics] == [7, 8] and second.metrics[-1]["samples_seen"] == 128
+    again = launch(cfg.replace(start_idx=48, end_idx=80, num_epochs=1))
+    assert again.state == "done" and not again.metrics
+    more = launch(cfg.replace(start_idx=48, end_idx=80, initial_epoch=2, num_epochs=1))
+    assert [(m["step"], m["epoch"]) for m in more.metrics] == [(9, 2), (10, 2)]
+
+
+RELOAD = """
+import json, sys, torch, torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, texts = sys.argv[1], json.load(open(sys.argv[2]))
+tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+total = targets = 0
+for text in texts:
+    ids = torch.tensor([tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]])[:, :512]
+    with torch.no_grad():
+        total += F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum").item()
+    targets += ids.shape[1] - 1
+print(total / targets, type(model).__name__, model.generate(ids[:, :4], max_new_tokens=4, do_sample=False).shape[1])
+"""
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_export_is_the_trained_model(run_root, tmp_path, strategy):
+    from multigpu_ft.data import builtin_corpus, epoch_order
+
+    run = launch(RunConfig(run_root=str(run_root), strategy=strategy, end_idx=160))
+    rows = 8 * run.status["world_size"]
+    first_rows = epoch_order(160, seed=0, epoch=1)[:rows]
+    (tmp_path / "texts.json").write_text(json.dumps([builtin_corpus()[i] for i in first_rows]))
+    shown = subprocess.run([sys.executable, "-c", RELOAD, run.status["export"], tmp_path / "texts.json"], capture_output=True, text=True, check=True)
+    loss, name, length = shown.stdout.split()
+    assert abs(float(loss) - run.status["loss_after"]) < 1e-4 and run.status["loss_after"] < run.status["loss_before"] - 0.5
+    assert name == "OPTForCausalLM" and length == "8"
+
+
+def test_a_run_can_be_read_by_its_path(run_root):
+    launch(RunConfig(run_root=str(run_root), end_idx=32))
+    run = Run(next(run_root.iterdir()))
+    assert run.state == "done" and len(run.metrics) == 2 and sorted(os.listdir(run.dir.path / "logs")) == ["agent.log", "rank0.log", "rank1.log"]
+    assert run.plot().axes[0].get_xlabel() == "optimizer step"
+    with pytest.raises(ValueError, match="no log of rank 7; there are: agent, rank0, rank1"):
+        run.logs(7)
+    run.dir.update_status(state="running")  # as if its processes had vanished without a word
+    assert run.state == "failed"
+
+
+def test_real_abstracts(shared_data, run_root):
+    run = launch(RunConfig(run_root=str(run_root), dataset=str(shared_data / "abstracts.jsonl"), strategy="fsdp", end_idx=160, batch_size=4))
+    assert run.status["num_rows"] == 2000 and run.status["loss_after"] < run.status["loss_before"]
