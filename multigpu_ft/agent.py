@@ -112,7 +112,7 @@ def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]
         failure.update(type=error["type"], text=error["text"], clear=error["clear"], traceback=error["py_callstack"])
     return failure
 
-# %% ../nbs/06a_agent.ipynb #c82ad2c7
+# %% ../nbs/06a_agent.ipynb #d90719c0
 def process_count(cfg: RunConfig) -> int:
     "Ranks to start: `nproc`; else 1 for `single`, else one per GPU, else 2."
     return cfg.nproc or (1 if cfg.strategy == "single" else torch.cuda.device_count() or 2)
@@ -123,7 +123,8 @@ def main() -> None:
     run_dir = RunDir(sys.argv[1])
     nproc = process_count(run_dir.config())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # collectives, too, stay on this machine
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)  # collectives, too, stay on this machine
     rendezvous_handler_registry.register("loopback", _LoopbackRendezvous)
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=run_dir.name, rdzv_backend="loopback", max_restarts=0, monitor_interval=0.1,

@@ -5,15 +5,17 @@
 # %% auto #0
 __all__ = ['learning_rate', 'train_step', 'step_loss', 'Training', 'main']
 
-# %% ../nbs/06_training.ipynb #a65f1836
+# %% ../nbs/06_training.ipynb #b3f64c20
+import os
+
 from .processes import StopSignal, end_with_agent, is_running, write_error
 
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
 if _IS_COMMAND:
     end_with_agent()  # first of all: importing torch takes seconds in which the agent may die
+    os.dup2(1, 2)  # one log a rank, with warnings and tracebacks where they happened
 
 import math
-import os
 import sys
 import time
 import traceback
