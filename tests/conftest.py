@@ -1,9 +1,9 @@
 """Fixtures: a run root whose processes must all be gone when its test ends, and a real Jupyter kernel."""
 import json
 import os
+import queue
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -101,23 +101,11 @@ class Kernel:
 
     def run(self, code, timeout=120):
         "Execute `code`; returns what it printed or showed, and raises `CellError` as the frontend shows an error."
-        shown = []
-
-        def hook(message):
-            content = message["content"]
-            if message["msg_type"] == "stream":
-                shown.append(content["text"])
-            elif message["msg_type"] in ("display_data", "execute_result", "update_display_data"):
-                shown.append(content["data"].get("text/plain", ""))
-
-        reply = self.client.execute_interactive(code, timeout=timeout, output_hook=hook)["content"]
-        if reply["status"] == "error":
-            raise CellError(reply["ename"], reply["evalue"], "\n".join(shown))
-        return "\n".join(shown)
+        return self.start(code).result(timeout)
 
     def start(self, code):
-        "Execute `code` in the background; `.result()` waits for what `run` returns or raises."
-        return _Cell(self, code)
+        "Execute `code` without waiting; `.result()` waits for what `run` returns or raises."
+        return _Cell(self.client, self.client.execute(code))
 
     @property
     def pid(self):
@@ -135,23 +123,29 @@ class CellError(Exception):
 
 
 class _Cell:
-    def __init__(self, kernel, code):
-        self.value = self.error = None
-        self.thread = threading.Thread(target=self._run, args=(kernel, code), daemon=True)
-        self.thread.start()
-
-    def _run(self, kernel, code):
-        try:
-            self.value = kernel.run(code)
-        except Exception as error:
-            self.error = error
+    def __init__(self, client, message_id):
+        self.client, self.id = client, message_id
 
     def result(self, timeout=60):
-        self.thread.join(timeout)
-        assert not self.thread.is_alive(), f"the cell is still running after {timeout} s"
-        if self.error:
-            raise self.error
-        return self.value
+        end, shown, error = time.monotonic() + timeout, [], None
+        while True:
+            try:
+                message = self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"the cell is still running after {timeout} s; it showed: {shown}") from None
+            kind, content = message["msg_type"], message["content"]
+            if message["parent_header"].get("msg_id") != self.id:
+                continue
+            if kind == "stream":
+                shown.append(content["text"])
+            elif kind in ("display_data", "execute_result", "update_display_data"):
+                shown.append(content["data"].get("text/plain", ""))
+            elif kind == "error":
+                error = CellError(content["ename"], content["evalue"], "\n".join(shown))
+            elif kind == "status" and content["execution_state"] == "idle":
+                if error:
+                    raise error
+                return "\n".join(shown)
 
 
 @pytest.fixture
