@@ -100,11 +100,12 @@ class _RunDirLogs(LogsSpecs):
         # stderr is joined to stdout by the rank itself: two files opened for one path would overwrite each other
         return LogsDest(stdouts=logs, stderrs=dict.fromkeys(logs, ""), error_files=errors)
 
-# %% ../nbs/06a_agent.ipynb #e29cde0a
+# %% ../nbs/06a_agent.ipynb #ebb658bb
 def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]) -> dict[str, Any]:
     "The failure to tell the user of: `rank`, `pid`, `exitcode`, and `type`, `text`, `clear`, `traceback` of its exception if it had one."
     errors = {rank: error for rank in exit_codes if (error := read_error(run_dir.error_file(rank)))}
-    killed = [rank for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM and rank not in errors]
+    after = (-signal.SIGTERM, -signal.SIGABRT) if errors else (-signal.SIGTERM,)  # what the agent sends, and how NCCL gives up on a peer
+    killed = [rank for rank, code in exit_codes.items() if code < 0 and code not in after and rank not in errors]
     rank = killed[0] if killed else min(errors, key=lambda r: errors[r]["time"]) if errors else min(exit_codes)
     failure = {"rank": rank, "pid": pids.get(rank), "exitcode": exit_codes[rank]}
     if rank in errors:

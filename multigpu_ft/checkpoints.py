@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from .config import COMMIT_FILE, CheckpointError, RunConfig, RunDir, fingerprint, read_commit, short_name, write_json
 from .strategies import Single
 
-# %% ../nbs/04_checkpoints.ipynb #6334852f
+# %% ../nbs/04_checkpoints.ipynb #97657d30
 @dataclass
 class Progress:
     "Where training stands."
@@ -35,6 +35,8 @@ class Progress:
     slice_step: int = 0  # optimizer steps on this slice
     step: int = 0  # optimizer steps since the base model, over all slices
     samples_seen: int = 0  # rows since the base model
+    seed: int = 0  # fixes the order that `position` counts in
+    num_texts: int = 0  # rows of that order
 
     def name(self, model: str, end_of_epoch: bool) -> str:
         "The checkpoint's name, as in `opt-1.3b_0-5000-epoch-1` or `opt-1.3b_0-5000-step-120`."
@@ -43,15 +45,24 @@ class Progress:
 
 
 def next_progress(saved: Progress, cfg: RunConfig, end_idx: int, num_texts: int) -> Progress:
-    "Where to go on after `saved`: inside the same slice if it is the one of `cfg`, else at the start of `cfg`'s slice, counters kept."
+    """Where to go on after `saved`: inside the same slice if it is the one of `cfg`, else at the start of `cfg`'s slice, counters kept.
+
+    Raises `CheckpointError` if that is inside an epoch whose order would now be another one, because rows would be repeated and missed.
+    """
+    order = {"seed": cfg.seed, "num_texts": num_texts}
     if (saved.start_idx, saved.end_idx) != (cfg.start_idx, end_idx):
-        return Progress(cfg.start_idx, end_idx, cfg.initial_epoch, step=saved.step, samples_seen=saved.samples_seen)
-    if saved.position >= num_texts:
-        return Progress(**{**asdict(saved), "epoch": saved.epoch + 1, "position": 0})
+        return Progress(cfg.start_idx, end_idx, cfg.initial_epoch, step=saved.step, samples_seen=saved.samples_seen, **order)
+    if saved.position >= saved.num_texts:
+        return Progress(**{**asdict(saved), "epoch": saved.epoch + 1, "position": 0, **order})
+    if (saved.seed, saved.num_texts) != (cfg.seed, num_texts):
+        raise CheckpointError(
+            f"the checkpoint is inside an epoch over {saved.num_texts:,} texts in the order of seed={saved.seed}; this run has {num_texts:,} texts and "
+            f"seed={cfg.seed}, so its position {saved.position:,} would mean other rows. Use the same data and seed, or resume_file='none'."
+        )
     return saved
 
-# %% ../nbs/04_checkpoints.ipynb #b7526a85
-_ADAM_COPIES = 3  # the parameter and Adam's two moments
+# %% ../nbs/04_checkpoints.ipynb #fbfb617a
+_COPIES = 4  # the parameter and Adam's two moments, and the parameter once more in the export that follows
 
 
 def _state(strategy: Single) -> dict[str, Any]:
@@ -89,11 +100,11 @@ def save_checkpoint(run_dir: RunDir, cfg: RunConfig, strategy: Single, progress:
     world = strategy.world
     final = run_dir.path / "checkpoints" / progress.name(cfg.model, end_of_epoch)
     partial = final.with_name(final.name + ".partial")
-    needed = _ADAM_COPIES * sum(p.numel() * p.element_size() for p in strategy.model.parameters())
+    needed = _COPIES * sum(p.numel() * p.element_size() for p in strategy.model.parameters())
     free = shutil.disk_usage(final.parent).free
     if world.max(float(needed > free)):
         raise CheckpointError(
-            f"checkpoint {final.name} needs {needed / 2**30:.1f} GiB, {final.parent} has {free / 2**30:.1f} GiB free: "
+            f"checkpoint {final.name} and the export need {needed / 2**30:.1f} GiB, {final.parent} has {free / 2**30:.1f} GiB free: "
             "delete older checkpoints or move run_root."
         )
     if world.is_main:
@@ -164,12 +175,12 @@ def load_checkpoint(path: Path, strategy: Single) -> Progress:
         strategy.scaler.load_state_dict(scaler)
     return Progress(**saved)
 
-# %% ../nbs/04_checkpoints.ipynb #484ca2bb
+# %% ../nbs/04_checkpoints.ipynb #0b582948
 def export_model(run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokenizerBase) -> Path:
     "Write model and tokenizer to `run_dir`'s export folder in fp32 safetensors. A collective; rank 0 writes."
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    folder = run_dir.path / "export"
+    folder, partial = run_dir.path / "export", run_dir.path / "export.partial"
     full = get_model_state_dict(strategy.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if strategy.world.is_main:
         trained = strategy.unwrap_model()
@@ -177,21 +188,18 @@ def export_model(run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokeniz
             shell = AutoModelForCausalLM.from_config(trained.config)
         shell.config.use_cache = True
         shell.generation_config = trained.generation_config
-        shell.save_pretrained(folder, state_dict=full)
-        tokenizer.save_pretrained(folder)
+        shell.save_pretrained(partial, state_dict=full)
+        tokenizer.save_pretrained(partial)
+        os.rename(partial, folder)  # over the empty folder: what is in export/ is whole
     dist.barrier()
     return folder
 
-# %% ../nbs/04_checkpoints.ipynb #cb9af00a
+# %% ../nbs/04_checkpoints.ipynb #51c19b5f
 def hub_token() -> str:
     "The Hub token from the environment, `hf auth login`, or Kaggle's or Colab's secrets. Raises `CheckpointError` saying where to put one."
     from huggingface_hub import get_token
 
     token = get_token()
-    if not token and "KAGGLE_USER_SECRETS_TOKEN" in os.environ:
-        from kaggle_secrets import UserSecretsClient
-
-        token = UserSecretsClient().get_secret("HF_TOKEN")
     if not token:
         raise CheckpointError(
             "hf_repo is set, but there is no Hub token: put it in the environment variable HF_TOKEN or in Kaggle's or Colab's secrets, "

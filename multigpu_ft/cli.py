@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['parse_config', 'describe', 'main']
 
-# %% ../nbs/13_cli.ipynb #6ba4d2bf
+# %% ../nbs/13_cli.ipynb #495e906b
 import json
 import sys
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import Any
 
 import tyro
 
-from .config import PRESETS, RunConfig
+from .config import PRESETS, RunConfig, refuse_secrets
 from .launcher import Run, RunFailed, launch
 
-# %% ../nbs/13_cli.ipynb #891454da
+# %% ../nbs/13_cli.ipynb #9605de53
 def _take(arguments: list[str], flag: str) -> str | None:
     "Remove `flag VALUE` or `flag=VALUE` from `arguments` and return the value."
     for i, argument in enumerate(arguments):
@@ -35,11 +35,17 @@ def parse_config(arguments: list[str]) -> RunConfig:
     arguments = list(arguments)
     preset = _take(arguments, "--preset")
     default = RunConfig.preset(preset) if preset else RunConfig()
-    if _take(list(arguments), "--model") and not _take(list(arguments), "--learning-rate") and not preset:
-        # the default rate depends on the model, and tyro would pass on the one of the default model
-        model = _take(list(arguments), "--model")
-        default = RunConfig(model=model)
+    if model := _take(list(arguments), "--model"):
+        default = default.replace(model=model)  # the default learning rate is the model's, and tyro passes on the default's
     return tyro.cli(RunConfig, args=arguments, default=default, prog="multigpu-ft train", description="Fine-tune a model. --preset NAME starts from a preset.")
+
+
+def _refuse_secrets(arguments: list[str]) -> None:
+    "tyro would print an unknown flag with its value; a token must not be printed."
+    for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag.startswith("-"):
+            name, _, value = flag.lstrip("-").replace("-", "_").partition("=")
+            refuse_secrets({name: value or following})
 
 
 def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
@@ -98,7 +104,7 @@ def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
                 print(f"{run.name:32} {run.state:9} step {run.status.get('step', 0):>6}  loss {run.status.get('loss') or float('nan'):.4f}")
     return [{"run": str(run.dir.path), "state": run.state, "step": run.status.get("step", 0), "loss": run.status.get("loss")} for run in runs]
 
-# %% ../nbs/13_cli.ipynb #9a8125ee
+# %% ../nbs/13_cli.ipynb #617047c0
 _VERBS = {"train": _train, "runs": _runs, "presets": _presets}
 
 
@@ -113,6 +119,7 @@ def main() -> None:
         sys.exit(f"multigpu-ft: there is no verb {verb!r}; the verbs are: {', '.join(_VERBS)}.")
     as_json = "--json" in arguments
     try:
+        _refuse_secrets(arguments)
         result = _VERBS[verb]([a for a in arguments[1:] if a != "--json"], as_json)
     except (ValueError, RunFailed) as error:
         sys.exit(f"multigpu-ft {verb}: {type(error).__name__}: {error}")

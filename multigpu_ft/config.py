@@ -36,7 +36,7 @@ class ModelError(ValueError):
 class CheckpointError(ValueError):
     "A checkpoint that is missing, damaged, or belongs to another model or dataset."
 
-# %% ../nbs/00_config.ipynb #0cc16b5a
+# %% ../nbs/00_config.ipynb #d0bd5457
 _SECRET_NAME = re.compile(r"(^|_)(token|api_?key|access_key|secret|password|passwd|credentials?)s?(_|$)", re.I)
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}"
@@ -52,14 +52,14 @@ _SECRET_REMEDY = (
 def refuse_secrets(values: dict[str, Any]) -> None:
     "Raise `ConfigError` if a name in `values` is one of a secret, or a value has the shape of one. Never echoes the value."
     for name, value in values.items():
-        if _SECRET_NAME.search(name):
+        if _SECRET_NAME.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)):  # hfToken is hf_Token
             raise ConfigError(f"{name!r} looks like a secret; {_SECRET_REMEDY}.")
         if isinstance(value, str) and (
             _SECRET_VALUE.search(value) or (_BARE_HEX_KEY.match(value) and "revision" not in name)
         ):
             raise ConfigError(f"the value of {name!r} has the shape of an access token; {_SECRET_REMEDY}.")
 
-# %% ../nbs/00_config.ipynb #298873ad
+# %% ../nbs/00_config.ipynb #3be624b0
 def _field(
     default: Any, group: str, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> Any:
@@ -175,20 +175,24 @@ class RunConfig(BaseModel):
         """The configuration that a notebook's parameters cell spells out: pass `globals()`.
 
         Every plain value (text, number, truth value, `None`) in `namespace` whose name has no leading underscore counts as a
-        parameter, so that a misspelt `-p strat_idx 5000` is refused instead of ignored. A `preset` in `namespace` is the
-        starting point, and parameters that are `None` leave its value alone.
+        parameter, so that a misspelt `-p strat_idx 5000` or `-p START_IDX 5000` is refused instead of ignored. A `preset` in
+        `namespace` is the starting point, and parameters that are `None` leave its value alone.
         """
         named = {
             k: v for k, v in namespace.items()
-            if not k.startswith("_") and (v is None or isinstance(v, (str, int, float, bool))) and not k.isupper()
+            if not k.startswith(("_", "PAPERMILL_")) and (v is None or isinstance(v, (str, int, float, bool)))
         }
+        refuse_secrets(named)
         preset = named.get("preset")
         values = {k: v for k, v in named.items() if k not in ignore and not (k in cls.model_fields and v is None)}
         return cls.preset(preset, **values) if preset else cls(**values)
 
     def replace(self, **changes: Any) -> RunConfig:
-        "A copy with `changes`, validated anew."
-        return type(self)(**{**self.model_dump(), **changes})
+        "A copy with `changes`, validated anew. With another `model`, a learning rate that was the default becomes that model's."
+        values = self.model_dump()
+        if "model" in changes and self.learning_rate == RunConfig(model=self.model).learning_rate:
+            del values["learning_rate"]
+        return type(self)(**{**values, **changes})
 
     def slice_end(self, num_rows: int) -> int:
         """The row after the slice's last one, for a dataset of `num_rows` rows.
@@ -210,7 +214,7 @@ class RunConfig(BaseModel):
 
 
 def _did_you_mean(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

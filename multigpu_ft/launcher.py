@@ -63,7 +63,7 @@ def _tail(path: Path, lines: int = 12) -> str:
     except FileNotFoundError:
         return "(empty)"
 
-# %% ../nbs/10_launcher.ipynb #320ddddf
+# %% ../nbs/10_launcher.ipynb #1b5b5100
 class _LiveLine:
     "Text that is shown once and then updated."
 
@@ -93,6 +93,11 @@ class _LiveLine:
         else:
             self._next = now + 30
             print(text, file=sys.stderr, flush=True)
+
+
+def _say(text: str) -> None:
+    "To the cell, or to standard error, because standard output may be read by a program."
+    print(text, file=sys.stdout if _notebook_shell() else sys.stderr)
 
 
 def _notebook_shell() -> Any:
@@ -127,7 +132,7 @@ def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]
         parts.append(status["activity"])
     return " · ".join(parts)
 
-# %% ../nbs/10_launcher.ipynb #f6be6bce
+# %% ../nbs/10_launcher.ipynb #88c3ddf3
 _STOP_GRACE_S = 7.0  # ranks have to be gone 10 s after an interrupt, unless a step is longer or a checkpoint is being written
 _SAVE_GRACE_S = 300.0
 
@@ -215,12 +220,11 @@ class Run:
 
     def kill(self) -> None:
         "End all processes of the run at once, without saving."
-        pids = self.status.get("pids", {})
-        agent = pids.get("agent")
-        if agent and self._alive():
-            ours = [agent, *(pid for pid in pids.get("ranks", []) if is_running(pid) and psutil.Process(pid).ppid() == agent)]
-            for pid in ours:
-                psutil.Process(pid).kill()
+        for process in self._processes():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass  # ranks end with their agent, perhaps before their turn
         if self._agent:
             self._agent.wait()
         if self.status["state"] in LIVE_STATES:
@@ -235,27 +239,37 @@ class Run:
         return loss_figure(self.metrics, self.name)
 
     def next_slice(self) -> str | None:
-        "The papermill command that trains the slice after this one, or `None` at the end of the data."
+        "The papermill command that trains the slice after this one (the rest of this one, if it was stopped), or `None` at the end of the data."
         start, end = self.status.get("slice", (0, None))
-        if end is None or end >= self.status["num_rows"]:
+        if end is None or (end >= self.status["num_rows"] and self.state == "done"):
             return None
         plain, mine = RunConfig().model_dump(), self.config.model_dump()
-        own = ("start_idx", "end_idx", "run_name", "resume_file", "slice_size")
+        own = ("start_idx", "end_idx", "run_name", "resume_file", "slice_size", "initial_epoch", "max_steps")
         changed = {k: v for k, v in mine.items() if v != plain[k] and k not in own}
-        if end - start != plain["slice_size"]:
+        if end - start != plain["slice_size"] and end < self.status["num_rows"]:
             changed["slice_size"] = end - start
-        words = [word for k, v in {"start_idx": end, **changed}.items() if v is not None for word in ("-p", k, str(v))]
-        return shlex.join(["papermill", "train.ipynb", f"slice-{end}.ipynb", *words])
+        first = end if self.state == "done" else start
+        words = [word for k, v in {"start_idx": first, **changed}.items() if v is not None for word in ("-p", k, str(v))]
+        recipe = "nbs/train.ipynb" if Path("nbs/train.ipynb").exists() else "train.ipynb"
+        return shlex.join(["papermill", recipe, f"slice-{first}.ipynb", *words])
 
     def _line(self) -> str:
         return progress_line(self.name, self.status, self.dir.recent_metrics(20))
 
+    def _processes(self) -> list[psutil.Process]:
+        "The agent and its ranks, as far as they live. A pid alone may be somebody else's by now; the command line names the run."
+        pids, found = self.status.get("pids", {}), []
+        for pid in [pids.get("agent"), *pids.get("ranks", [])]:
+            try:
+                if pid and is_running(pid) and str(self.dir.path) in psutil.Process(pid).cmdline():
+                    found.append(psutil.Process(pid))
+            except psutil.NoSuchProcess:
+                pass
+        return found
+
     def _alive(self) -> bool:
         "Whether the agent, and with it the run, lives."
-        if self._agent:
-            return self._agent.poll() is None
-        agent = self.status.get("pids", {}).get("agent")
-        return bool(agent) and is_running(agent)
+        return self._agent.poll() is None if self._agent else bool(self._processes())
 
     def _finish(self, line: _LiveLine) -> "Run":
         if self._agent and self._agent.returncode and self.status["state"] in LIVE_STATES:
@@ -264,8 +278,11 @@ class Run:
             self.dir.update_status(state="failed", activity=None, failure={"text": text + _tail(self.dir.log_file("agent"))})
         line.show(self._line, final=True)
         self._show_picture()
-        if failure := self.status.get("failure"):
-            raise _failure(self.dir, failure) from None
+        if self.state == "failed":
+            gone = {"text": f"the processes of {self.name} are gone without a word; its logs are in {self.dir.path / 'logs'}"}
+            raise _failure(self.dir, self.status.get("failure", gone)) from None
+        if message := self.status.get("message"):
+            _say(f"{self.name}: {message}")
         return self
 
     def _show_picture(self) -> None:
@@ -280,15 +297,16 @@ class Run:
 
             display(Image(data=path.read_bytes()))
 
-# %% ../nbs/10_launcher.ipynb #789b59ae
+# %% ../nbs/10_launcher.ipynb #38092313
 def loss_figure(metrics: list[dict[str, Any]], title: str) -> Any:
     "Loss over steps of `metrics`, with a running mean, as a matplotlib `Figure`."
     import numpy as np
     from matplotlib.figure import Figure
 
-    steps, losses = np.array([[m["step"], m["loss"]] for m in metrics]).T.reshape(2, -1)
+    finite = [[m["step"], m["loss"]] for m in metrics if np.isfinite(m["loss"])]
+    steps, losses = np.array(finite).T.reshape(2, -1)
     window = max(1, len(losses) // 25)
-    sums = np.nancumsum(np.insert(losses, 0, 0.0))
+    sums = np.cumsum(np.insert(losses, 0, 0.0))
     upper = np.arange(1, len(losses) + 1)
     lower = np.maximum(0, upper - window)
     mean = (sums[upper] - sums[lower]) / (upper - lower)
@@ -313,7 +331,7 @@ def save_png(figure: Any, path: Path) -> None:
     figure.savefig(raw, format="png")
     Image.open(raw).convert("RGB").quantize(64).save(path, optimize=True)
 
-# %% ../nbs/10_launcher.ipynb #51ad217c
+# %% ../nbs/10_launcher.ipynb #457cc36a
 def launch(cfg: RunConfig, *, wait: bool = True) -> Run:
     """Start `cfg` on all GPUs, or on 2 processes without one; with `wait`, show its progress until it has ended.
 
@@ -324,7 +342,7 @@ def launch(cfg: RunConfig, *, wait: bool = True) -> Run:
     checkpoint = find_checkpoint(cfg)
     run_dir = RunDir.create(cfg.replace(resume_file=str(checkpoint) if checkpoint else "none"), end_idx)
     origin = f"continues from checkpoint {checkpoint.name} of {checkpoint.parents[1].name}" if checkpoint else "starts from the base model"
-    print(f"{run_dir.name}: {origin}")
+    _say(f"{run_dir.name}: {origin}")
     run_dir.update_status(state="starting", pids={"launcher": os.getpid()})
     with open(run_dir.log_file("agent"), "w") as log:
         agent = subprocess.Popen(

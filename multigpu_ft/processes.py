@@ -54,9 +54,10 @@ def watch_parent(parent: int, grace_s: float) -> None:
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
-# %% ../nbs/00a_processes.ipynb #b50ab775
+# %% ../nbs/00a_processes.ipynb #9d1cd142
 class StopSignal:
-    "SIGTERM as a flag. Make it in the main thread before other threads start, so that they inherit the blocked signal."
+    """SIGTERM as a flag. Make it in the main thread before any library starts threads of its own (numpy's BLAS does when it is
+    imported): they inherit the blocked signal, and one that does not block it would let it end the process."""
 
     def __init__(self, hopeless: Callable[[], bool]) -> None:
         self.requested = False

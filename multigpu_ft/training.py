@@ -5,18 +5,29 @@
 # %% auto #0
 __all__ = ['learning_rate', 'train_step', 'step_loss', 'Training', 'main']
 
-# %% ../nbs/06_training.ipynb #b3f64c20
+# %% ../nbs/06_training.ipynb #add5c584
 import os
+import sys
 
+from .config import RunConfig, RunDir, find_checkpoint
 from .processes import StopSignal, end_with_agent, is_running, write_error
+
+
+def _hopeless(run_dir: RunDir) -> bool:
+    "Whether a rank that is asked to stop has nothing to finish: training has not begun, or a peer is gone."
+    status = run_dir.status()
+    return status["state"] == "starting" or any(run_dir.path.glob("errors/*.json")) or not all(map(is_running, status["pids"]["ranks"]))
+
 
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
 if _IS_COMMAND:
-    end_with_agent()  # first of all: importing torch takes seconds in which the agent may die
+    end_with_agent()
     os.dup2(1, 2)  # one log a rank, with warnings and tracebacks where they happened
+    _run_dir = RunDir(sys.argv[1])
+    _stop = StopSignal(hopeless=lambda: _hopeless(_run_dir))
 
+# %% ../nbs/06_training.ipynb #9c06cbc3
 import math
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -24,15 +35,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .checkpoints import Progress, export_model, hub_token, load_checkpoint, next_progress, push_export, save_checkpoint
-from .config import RunConfig, RunDir, find_checkpoint
-from .data import Step, Texts, epoch_steps, load_texts
+from .data import Step, Texts, epoch_steps, load_texts, use_kaggle_secret
 from .models import causal_lm_loss, load_model, load_tokenizer
 from .strategies import Single, World, join_world, make_strategy
 from .tracking import Tracker
 
-# %% ../nbs/06_training.ipynb #9edead79
+# %% ../nbs/06_training.ipynb #5005bc00
 def learning_rate(cfg: RunConfig, step: int, total_steps: int) -> float:
     "The rate of optimizer step `step` (from 0) of `total_steps`: linear warm-up, then constant, or to zero linearly or along a half cosine."
     if step < cfg.warmup_steps:
@@ -41,7 +52,7 @@ def learning_rate(cfg: RunConfig, step: int, total_steps: int) -> float:
     factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[cfg.lr_scheduler]
     return cfg.learning_rate * factor
 
-# %% ../nbs/06_training.ipynb #9fd54415
+# %% ../nbs/06_training.ipynb #e44a4c52
 def train_step(strategy: Single, step: Step, rate: float, max_grad_norm: float | None) -> tuple[float, float, bool]:
     "Returns this rank's summed token loss (nats), the global gradient norm before clipping, and whether parameters were updated."
     for group in strategy.optimizer.param_groups:
@@ -69,7 +80,7 @@ def step_loss(strategy: Single, step: Step) -> float:
     strategy.model.train()
     return strategy.world.sum(total)[0] / max(1, step.targets)
 
-# %% ../nbs/06_training.ipynb #0053d188
+# %% ../nbs/06_training.ipynb #381a4e8b
 _NON_FINITE_IN_A_ROW = 25  # an fp16 scale of 65,536 halved 25 times is far below 1; more cannot help
 
 
@@ -82,11 +93,16 @@ def _plan(cfg: RunConfig, progress: Progress, num_texts: int, world_size: int) -
     return last_epoch, min(total, progress.slice_step + cfg.max_steps) if cfg.max_steps else total
 
 
+def _has_dropout(model: nn.Module) -> bool:
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in model.config.to_dict().items())
+
+
 class Training:
     "One rank's part of a run: what it holds, and the loop over epochs and steps."
 
     def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
         self.run_dir, self.stop, self.cfg = run_dir, stop, run_dir.config()
+        use_kaggle_secret()
         if self.cfg.hf_repo:
             hub_token()
         self.texts: Texts = load_texts(self.cfg)
@@ -104,12 +120,15 @@ class Training:
             model, lambda parameters: torch.optim.AdamW(parameters, lr=self.cfg.learning_rate, weight_decay=self.cfg.weight_decay, fused=True)
         )
         torch.manual_seed(self.cfg.seed + self.world.rank)
-        self.progress = Progress(self.texts.start_idx, self.texts.end_idx, self.cfg.initial_epoch)
+        self.progress = Progress(
+            self.texts.start_idx, self.texts.end_idx, self.cfg.initial_epoch, seed=self.cfg.seed, num_texts=len(self.texts)
+        )
         if checkpoint:
             self.progress = next_progress(load_checkpoint(checkpoint, self.strategy), self.cfg, self.texts.end_idx, len(self.texts))
         self.last_epoch, self.total_steps = _plan(self.cfg, self.progress, len(self.texts), self.world.size)
         self.saved: Path | None = None
         self.first_step: Step | None = None
+        self._skipped_in_a_row = 0
         self.tracker.status(
             state="running", strategy=self.strategy.name, strategy_reason=why, dtype=str(self.strategy.dtype).removeprefix("torch."),
             world_size=self.world.size, device=self.world.device.type, slice=[self.texts.start_idx, self.texts.end_idx],
@@ -117,22 +136,30 @@ class Training:
             step=self.progress.step, slice_step=self.progress.slice_step, total_steps=self.total_steps, epoch=self.progress.epoch,
         )
 
-    def run(self) -> None:
-        "Train to the end of the plan or until asked to stop; save, export, and say how it ended."
-        finished = self._epochs()
-        if not finished:
+    def run(self) -> dict[str, Any]:
+        "Train to the end of the plan or until asked to stop, save, export. Returns the last status. A collective."
+        outcome: dict[str, Any] = {"state": "done"} if self._epochs() else {"state": "stopped"}
+        if outcome["state"] == "stopped":
             if self.progress.step and not self.saved:
                 self._save(end_of_epoch=False)
-            self.tracker.status(state="stopped", step=self.progress.step, slice_step=self.progress.slice_step)
-            return
-        changes: dict[str, Any] = {}
-        if self.first_step:
-            changes["loss_after"] = step_loss(self.strategy, self.first_step)
-        folder = export_model(self.run_dir, self.strategy, self.tokenizer)
-        if self.cfg.hf_repo and self.world.is_main:
-            changes["pushed_to"] = push_export(folder, self.cfg.hf_repo)
-        dist.barrier()
-        self.tracker.status(state="done", export=str(folder), step=self.progress.step, slice_step=self.progress.slice_step, **changes)
+        else:
+            if self.first_step:
+                outcome["loss_after"] = step_loss(self.strategy, self.first_step)
+            else:
+                outcome["message"] = (
+                    f"nothing was left to train: slice {self.texts.start_idx}-{self.texts.end_idx} has had its {self.cfg.num_epochs} epochs. "
+                    "Take the next slice, raise num_epochs, or start over with resume_file='none'"
+                )
+            self.tracker.status(activity="exporting the model")
+            outcome["export"] = str(export_model(self.run_dir, self.strategy, self.tokenizer))
+        return {**outcome, "activity": None, "step": self.progress.step, "slice_step": self.progress.slice_step}
+
+    def finish(self, outcome: dict[str, Any]) -> None:
+        "Push if asked to, then write the last status. No collective: an upload may take longer than a peer would wait."
+        if self.cfg.hf_repo and outcome["state"] == "done" and self.world.is_main:
+            self.tracker.status(activity=f"pushing to {self.cfg.hf_repo}")
+            outcome["pushed_to"] = push_export(Path(outcome["export"]), self.cfg.hf_repo)
+        self.tracker.status(**outcome)
 
     def _epochs(self) -> bool:
         "Whether the plan was carried out to its end."
@@ -153,9 +180,12 @@ class Training:
     def _steps(self) -> bool:
         "The steps left of the epoch in hand. Whether somebody asked to stop."
         cfg, world, progress = self.cfg, self.world, self.progress
-        skipped_in_a_row, tokens, started = 0, 0, time.perf_counter()
+        tokens, started = 0, time.perf_counter()
         for step in epoch_steps(self.texts, self.tokenizer, cfg, progress.epoch, progress.position, world.rank, world.size):
-            self.first_step = self.first_step or step
+            if not self.first_step:
+                self.first_step = step
+                # with dropout, a training loss is higher than the one that `loss_after` will be
+                before = step_loss(self.strategy, step) if _has_dropout(self.strategy.unwrap_model()) else None
             rate = learning_rate(cfg, progress.slice_step, self.total_steps)
             loss_sum, norm, stepped = train_step(self.strategy, step, rate, cfg.max_grad_norm)
             wants_stop = self.stop.requested or (world.is_main and self.run_dir.stop_requested())
@@ -164,10 +194,10 @@ class Training:
             progress.position, progress.samples_seen = step.position, progress.samples_seen + step.rows
             progress.step, progress.slice_step, self.saved = progress.step + 1, progress.slice_step + 1, None
             tokens, loss = tokens + step.tokens, loss_sum / max(1, step.targets)
-            skipped_in_a_row = 0 if stepped else skipped_in_a_row + 1
-            if skipped_in_a_row == _NON_FINITE_IN_A_ROW:
+            self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
+            if self._skipped_in_a_row == _NON_FINITE_IN_A_ROW:
                 raise FloatingPointError(
-                    f"the gradient was not finite for {skipped_in_a_row} steps in a row, up to step {progress.step} (loss {loss:g}): "
+                    f"the gradient was not finite for {_NON_FINITE_IN_A_ROW} steps in a row, up to step {progress.step} (loss {loss:g}): "
                     "lower learning_rate or max_grad_norm, use dtype='fp32' or 'bf16', or look for broken texts; checkpoints before that are intact."
                 )
             last = progress.slice_step >= self.total_steps
@@ -180,7 +210,7 @@ class Training:
                 })
                 tokens, started = 0, now
             if step is self.first_step:
-                self.tracker.status(loss_before=loss)
+                self.tracker.status(loss_before=loss if before is None else before)
             self.tracker.heartbeat(step=progress.step, slice_step=progress.slice_step, epoch=progress.epoch, loss=loss)
             if stopping or last:
                 return bool(stopping)
@@ -191,24 +221,20 @@ class Training:
         self.saved = save_checkpoint(self.run_dir, self.cfg, self.strategy, self.progress, end_of_epoch)
         self.tracker.status(activity=None, checkpoint=self.saved.name)
 
-# %% ../nbs/06_training.ipynb #e5db9e69
-def _peer_died(run_dir: RunDir) -> bool:
-    pids = run_dir.status().get("pids", {}).get("ranks", [])
-    return any(run_dir.path.glob("errors/*.json")) or not all(is_running(pid) for pid in pids)
-
-
-def main() -> None:
+# %% ../nbs/06_training.ipynb #8689abc8
+def main(run_dir: RunDir, stop: StopSignal) -> None:
     "`python -m multigpu_ft.training RUN_DIR`, started by torchrun."
-    run_dir = RunDir(sys.argv[1])
     try:
-        Training(run_dir, StopSignal(hopeless=lambda: _peer_died(run_dir))).run()
+        training = Training(run_dir, stop)
+        outcome = training.run()
+        dist.barrier()
+        dist.destroy_process_group()
+        training.finish(outcome)
     except BaseException as error:
         rank = int(os.environ.get("RANK", 0))
         write_error(Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.error_file(rank)), error)
         traceback.print_exc()
         _leave(1)
-    dist.barrier()
-    dist.destroy_process_group()
     _leave(0)
 
 
@@ -219,4 +245,4 @@ def _leave(code: int) -> None:
 
 
 if _IS_COMMAND:
-    main()
+    main(_run_dir, _stop)

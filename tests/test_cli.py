@@ -13,7 +13,7 @@ def test_train_and_runs(tmp_path, run_root):
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(600)))
     done = multigpu_ft("train", "--dataset", "x.jsonl", "--start-idx", "0", "--end-idx", "500", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout)
     assert result["state"] == "done" and result["step"] == 32 and result["checkpoint"] == "opt-tiny_0-500-epoch-1"
     listed = multigpu_ft("runs", "--json", cwd=tmp_path)
     assert [r["run"] for r in json.loads(listed.stdout)] == [result["run"]]
@@ -27,6 +27,7 @@ def test_failures_end_non_zero_with_one_message(tmp_path):
         (("train", "--preset", "nope"), "ConfigError: there is no preset 'nope'"),
         (("train", "--batch-size", "0"), "batch_size"),
         (("train", "--strat-idx", "0"), "strat-idx"),
+        (("train", "--hf-token", "abc"), "'hf_token' looks like a secret"),
         (("fly",), "there is no verb 'fly'; the verbs are: train"),
     ):
         done = multigpu_ft(*arguments, cwd=tmp_path)

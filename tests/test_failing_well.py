@@ -74,6 +74,30 @@ def test_kernel_is_killed_while_ranks_import(kernel, run_root):
     until(lambda: not processes(run_root), 5, "agent and ranks gone after the kernel")
 
 
+def test_a_rank_is_killed_before_training_begins(kernel, run_root):
+    cell = kernel().start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
+    victim = until(lambda: [p for p in processes(run_root) if "multigpu_ft.training" in p.cmdline()], 30, "ranks")[0]
+    time.sleep(0.5)
+    victim.kill()
+    killed = time.monotonic()
+    with pytest.raises(CellError, match="was killed by signal 9"):
+        cell.result(15)
+    assert time.monotonic() - killed < 10 and not processes(run_root)
+
+
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_sigterm_saves(kernel, run_root, threads):
+    "As a cluster ends a job. With several threads numpy has some that were not ours to start."
+    k = kernel(OMP_NUM_THREADS=threads)
+    k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}, nproc=2, batch_size=2), wait=False)")
+    running(run_root)
+    next(p for p in processes(run_root) if "multigpu_ft.agent" in p.cmdline()).terminate()
+    until(lambda: not processes(run_root), 30, "saved and gone")
+    shown = k.run("run.wait(); print(run.state, run.status['checkpoint'], run.status['step'])")
+    state, checkpoint, step = shown.split("\n")[-2].split()
+    assert state == "stopped" and checkpoint == f"opt-tiny_0-5000-step-{step}"
+
+
 def test_agent_is_killed(kernel, run_root):
     k = kernel()
     cell = k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")

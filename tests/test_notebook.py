@@ -45,7 +45,7 @@ def test_a_crash_is_not_hidden(recipe, failing_rank):
 
 @pytest.mark.parametrize("parameters, reason", [
     (("strat_idx", "5"), "ConfigError: unknown parameter 'strat_idx' (did you mean 'start_idx'?)"),
-    (("hf_token", "abc"), "ConfigError: 'hf_token' looks like a secret"),
+    (("HF_TOKEN", "abc"), "ConfigError: 'HF_TOKEN' looks like a secret"),
     (("start_idx", "1000000"), "DataError: slice 1000000-(end) of builtin:python-docs"),
     (("strategy", "zero9"), "ConfigError: strategy='zero9'"),
     (("preset", "opt-13b"), "ConfigError: there is no preset 'opt-13b' (did you mean 'opt-1.3b-arxiv'?)"),
