@@ -26,7 +26,7 @@ if _IS_COMMAND:
     _run_dir = RunDir(sys.argv[1])
     _stop = StopSignal(hopeless=lambda: _hopeless(_run_dir))
 
-# %% ../nbs/06_training.ipynb #9c06cbc3
+# %% ../nbs/06_training.ipynb #be4ab144
 import math
 import time
 import traceback
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .checkpoints import Progress, export_model, hub_token, load_checkpoint, next_progress, push_export, save_checkpoint
+from .checkpoints import Progress, check_room, export_model, hub_token, load_checkpoint, next_progress, push_export, save_checkpoint
 from .data import Step, Texts, epoch_steps, load_texts, use_kaggle_secret
 from .models import causal_lm_loss, load_model, load_tokenizer
 from .strategies import Single, World, join_world, make_strategy
@@ -80,7 +80,7 @@ def step_loss(strategy: Single, step: Step) -> float:
     strategy.model.train()
     return strategy.world.sum(total)[0] / max(1, step.targets)
 
-# %% ../nbs/06_training.ipynb #381a4e8b
+# %% ../nbs/06_training.ipynb #731d5062
 _NON_FINITE_IN_A_ROW = 25  # an fp16 scale of 65,536 halved 25 times is far below 1; more cannot help
 
 
@@ -126,6 +126,7 @@ class Training:
         if checkpoint:
             self.progress = next_progress(load_checkpoint(checkpoint, self.strategy), self.cfg, self.texts.end_idx, len(self.texts))
         self.last_epoch, self.total_steps = _plan(self.cfg, self.progress, len(self.texts), self.world.size)
+        check_room(run_dir, self.strategy, checkpoints=self.last_epoch - self.progress.epoch + 1)
         self.saved: Path | None = None
         self.first_step: Step | None = None
         self._skipped_in_a_row = 0

@@ -114,3 +114,21 @@ def test_a_run_can_be_read_by_its_path(run_root):
 def test_real_abstracts(shared_data, run_root):
     run = launch(RunConfig(run_root=str(run_root), dataset=str(shared_data / "abstracts.jsonl"), strategy="fsdp", end_idx=160, batch_size=4))
     assert run.status["num_rows"] == 2000 and run.status["loss_after"] < run.status["loss_before"]
+
+
+def test_a_full_disk_is_told_before_training(run_root):
+    "Ten million epochs' checkpoints are more than any disk here has; no step is trained for nothing."
+    from multigpu_ft import CheckpointError
+
+    with pytest.raises(CheckpointError, match=r"10000000 checkpoint\(s\) and the export need [\d.]+ GiB, .* has [\d.]+ GiB free"):
+        launch(RunConfig(run_root=str(run_root), num_epochs=10_000_000, end_idx=32))
+    assert not list(run_root.glob("*/metrics.jsonl"))
+
+
+def test_half_precision_export_is_half_the_size_and_loads(run_root):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    run = launch(RunConfig(run_root=str(run_root), strategy="fsdp", dtype="bf16", end_idx=32))
+    model = AutoModelForCausalLM.from_pretrained(run.status["export"])
+    assert model.dtype == torch.bfloat16 and type(model).__name__ == "OPTForCausalLM"
