@@ -62,6 +62,11 @@ def bare(strategy, folder, steps):
     return started, json.loads(done.stdout.splitlines()[-1])
 
 
+def alternating(strategy, dataset, steps=24):
+    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", HERE / "alternating.py", strategy, dataset, str(steps)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
 def ours(strategy, cfg, root):
     from multigpu_ft import launch
 
@@ -107,6 +112,7 @@ def main():
         imports = {s: [seconds_to_import(s) for _ in range(10)] for s in ("import multigpu_ft", "from multigpu_ft import RunConfig, launch")}
     ratio = {
         s: {
+            "step_ours_over_bare_alternating_in_the_same_processes": spread(alternating(s, args.dataset)),
             "tokens_per_second_ours_over_bare": spread([a / b for a, b in zip(speed["ours", s], speed["bare", s], strict=True)]),
             # the same steps compared one by one over all rounds: a spike of the machine spoils a step, not a round
             "speed_of_single_steps_ours_over_bare": spread([b / a for a, b in zip(step_s["ours", s], step_s["bare", s], strict=True)]),
