@@ -14,9 +14,7 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from bare import bare_step, wrap
 from transformers import OPTConfig, OPTForCausalLM
 
 from multigpu_ft.config import RunConfig, RunDir
@@ -52,44 +50,27 @@ def our_step():
     return loss
 
 
-model = base
-if strategy_name == "ddp":
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-else:
-    for layer in model.model.decoder.layers:
-        fully_shard(layer)
-    fully_shard(model)
+model = wrap(base, strategy_name)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 batches = [s.micro_batches[0] for s in epoch_steps(texts, tokenizer, cfg, 1, 0, world.rank, world.size)]
 
 
-def bare_step():
+def their_step():
     batch = batches.pop(0)
-    ids, mask, labels = (torch.from_numpy(batch[name]) for name in ("input_ids", "attention_mask", "labels"))
-    targets = torch.tensor(float((labels[:, 1:] != -100).sum()))
-    dist.all_reduce(targets)
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
-    (loss * world.size / targets).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    total = loss.detach()
-    dist.all_reduce(total)
-    return (total / targets).item()
+    return bare_step(model, optimizer, *(torch.from_numpy(batch[name]) for name in ("input_ids", "attention_mask", "labels")))
 
 
-seconds = {our_step: [], bare_step: []}
+seconds = {our_step: [], their_step: []}
 for number in range(steps):
     losses = []
-    for step in (our_step, bare_step) if number % 2 else (bare_step, our_step):
+    for step in (our_step, their_step) if number % 2 else (their_step, our_step):
         dist.barrier()
         started = time.perf_counter()
         losses.append(step())
         seconds[step].append(time.perf_counter() - started)
     assert abs(losses[0] - losses[1]) < 1e-3 * losses[0], losses
 if world.is_main:
-    print(json.dumps([bare / ours for ours, bare in zip(seconds[our_step], seconds[bare_step], strict=True)][2:]))
+    print(json.dumps([bare / ours for ours, bare in zip(seconds[our_step], seconds[their_step], strict=True)][2:]))
 sys.stdout.flush()
 dist.barrier()
 os._exit(0)
