@@ -28,7 +28,8 @@ test: install
 	$(BIN)/ruff check .
 
 bench: install
-	$(BIN)/python bench/spine.py
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python bench/training.py
 
 clean:
 	rm -rf .venv runs build dist *.egg-info

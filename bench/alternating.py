@@ -1,9 +1,9 @@
 """Our step and a bare one in turn, in the same two processes: what the machine does to one it does to the other.
 
-OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/alternating.py ddp|fsdp DATASET STEPS
+OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/alternating.py ddp|fsdp FOLDER STEPS
 
-"Ours" is all that a run does for a step: tokenize and deal the rows, train, sum the loss over the ranks, log it, keep the heartbeat. The bare step gets
-its batch for nothing. Prints the ratio of each pair, bare time over our time.
+"Ours" is all that a run does for a step: cut and deal the rows, train, agree on stopping, sum the loss over the ranks, log a line, keep the heartbeat. The bare
+step gets its batch, the same one, for nothing. Prints the ratio of each pair, bare time over our time.
 """
 import copy
 import json
@@ -15,49 +15,53 @@ import time
 import torch
 import torch.distributed as dist
 from bare import bare_step, wrap
-from transformers import OPTConfig, OPTForCausalLM
 
+from multigpu_ft.batches import Order, TokenizedTexts, epoch_steps
 from multigpu_ft.config import RunConfig, RunDir
-from multigpu_ft.data import epoch_steps, load_texts
-from multigpu_ft.models import load_tokenizer
+from multigpu_ft.data import load_texts
+from multigpu_ft.losses import LossModel
+from multigpu_ft.models import load_model, load_tokenizer
+from multigpu_ft.optimizers import make_optimizer
 from multigpu_ft.strategies import join_world, make_strategy
-from multigpu_ft.tracking import Tracker
-from multigpu_ft.training import train_step
+from multigpu_ft.tracking import Stopwatch, Tracker
+from multigpu_ft.training import _Interval, train_step
 
-strategy_name, dataset, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-run_root = tempfile.mkdtemp()
-cfg = RunConfig(dataset=dataset, batch_size=4, end_idx=8 * steps, strategy=strategy_name, run_root=run_root)
-world, tokenizer, texts = join_world(cfg), load_tokenizer(cfg), load_texts(cfg)
-tracker = Tracker(RunDir.create(cfg), world.is_main)
-torch.manual_seed(0)
-base = OPTForCausalLM(OPTConfig(
-    vocab_size=8192, hidden_size=384, word_embed_proj_dim=384, ffn_dim=1536, num_hidden_layers=6, num_attention_heads=6,
-    max_position_embeddings=512, dropout=0.0, attention_dropout=0.0,
-)).train()
-base.config.use_cache = False
+strategy_name, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+cfg = RunConfig(model=folder, dataset=f"{folder}/texts.jsonl", batch_size=2, strategy=strategy_name, run_root=tempfile.mkdtemp(), learning_rate=1e-4)
+world, tokenizer = join_world(cfg), load_tokenizer(cfg)
+texts = TokenizedTexts(load_texts(cfg).texts, tokenizer, cfg.max_length)
+order = Order.of(cfg, "bucketed", len(texts), world.size)
+tracker, watch = Tracker(RunDir.create(cfg), world.is_main), Stopwatch(world.device)
+base = load_model(cfg, tokenizer)
 
 strategy, _ = make_strategy(cfg, world, 0)
-strategy.prepare(copy.deepcopy(base), lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True))
-stream = epoch_steps(texts, tokenizer, cfg, 1, 0, world.rank, world.size)
+strategy.prepare(LossModel(copy.deepcopy(base)), lambda prepared: make_optimizer(cfg, prepared))
+stream = epoch_steps(texts, order, cfg, 1, 0, world.rank, world.size)
 
 
 def our_step():
-    step = next(stream)
-    loss_sum, norm, _ = train_step(strategy, step, 1e-4, 1.0)
-    loss = world.sum(loss_sum, False)[0] / step.targets
-    tracker.log({"loss": loss, "grad_norm": norm, "time": time.time()})
-    tracker.heartbeat(loss=loss)
-    return loss
+    interval, step = _Interval(strategy), next(stream)
+    loss, norm = train_step(strategy, step, 1e-4, 1.0, watch)
+    interval.add(step, loss)
+    world.sum(False)
+    measured = interval.measure(watch, 0.0)
+    tracker.log({**measured, "grad_norm": norm.item(), "time": time.time()})
+    tracker.heartbeat(loss=measured["loss"])
+    return measured["loss"]
 
 
 model = wrap(base, strategy_name)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-batches = [s.micro_batches[0] for s in epoch_steps(texts, tokenizer, cfg, 1, 0, world.rank, world.size)]
+batches = []
+for step in epoch_steps(texts, order, cfg, 1, 0, world.rank, world.size):
+    batch = {name: torch.from_numpy(array) for name, array in step.micro_batches[0].items()}
+    labels = torch.full_like(batch["input_ids"], -100)
+    labels.view(-1)[batch["predictors"] + 1] = batch["targets"]
+    batches.append((batch["input_ids"], labels))
 
 
 def their_step():
-    batch = batches.pop(0)
-    return bare_step(model, optimizer, *(torch.from_numpy(batch[name]) for name in ("input_ids", "attention_mask", "labels")))
+    return bare_step(model, optimizer, *batches.pop(0))
 
 
 seconds = {our_step: [], their_step: []}

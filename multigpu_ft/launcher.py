@@ -63,7 +63,7 @@ def _tail(path: Path, lines: int = 12) -> str:
     except FileNotFoundError:
         return "(empty)"
 
-# %% ../nbs/10_launcher.ipynb #1b5b5100
+# %% ../nbs/10_launcher.ipynb #d9e397fe
 class _LiveLine:
     "Text that is shown once and then updated."
 
@@ -124,7 +124,9 @@ def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]
         parts.append(f"{bar:░<20} step {done}/{total}, epoch {status['epoch']}")
     if recent:
         last = recent[-1]
-        parts += [f"loss {last['loss']:.4f}", f"{last['tokens_per_second']:,.0f} tokens/s"]
+        parts += ["loss not finite" if last["loss"] is None else f"loss {last['loss']:.4f}", f"{last['tokens_per_second']:,.0f} tokens/s"]
+        if last.get("skipped_steps"):
+            parts.append(f"{last['skipped_steps']} steps skipped")
         steps, seconds = last["step"] - recent[0]["step"], last["time"] - recent[0]["time"]
         if status["state"] == "running" and steps and total:
             parts.append(f"{_duration((total - done) * seconds / steps)} left")
@@ -297,13 +299,13 @@ class Run:
 
             display(Image(data=path.read_bytes()))
 
-# %% ../nbs/10_launcher.ipynb #38092313
+# %% ../nbs/10_launcher.ipynb #e3d0fb41
 def loss_figure(metrics: list[dict[str, Any]], title: str) -> Any:
     "Loss over steps of `metrics`, with a running mean, as a matplotlib `Figure`."
     import numpy as np
     from matplotlib.figure import Figure
 
-    finite = [[m["step"], m["loss"]] for m in metrics if np.isfinite(m["loss"])]
+    finite = [[m["step"], m["loss"]] for m in metrics if m["loss"] is not None]
     steps, losses = np.array(finite).T.reshape(2, -1)
     window = max(1, len(losses) // 25)
     sums = np.cumsum(np.insert(losses, 0, 0.0))

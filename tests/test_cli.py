@@ -11,7 +11,8 @@ def multigpu_ft(*arguments, cwd, **env):
 
 def test_train_and_runs(tmp_path, run_root):
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(600)))
-    done = multigpu_ft("train", "--dataset", "x.jsonl", "--start-idx", "0", "--end-idx", "500", "--json", cwd=tmp_path)
+    settings = "--dataset x.jsonl --start-idx 0 --end-idx 500 --batch-size 8 --packing padded"
+    done = multigpu_ft("train", *settings.split(), "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["state"] == "done" and result["step"] == 32 and result["checkpoint"] == "opt-tiny_0-500-epoch-1"

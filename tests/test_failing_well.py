@@ -42,7 +42,8 @@ def test_one_rank_is_killed(kernel, run_root):
 
 def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
     k = kernel()
-    cell = k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
+    plain = f"run_root={str(run_root)!r}, packing='padded', batch_size=8"
+    cell = k.start(IMPORTS + f"run = launch(RunConfig({plain}))")
     running(run_root)
     k.manager.interrupt_kernel()
     interrupted = time.monotonic()
@@ -54,7 +55,7 @@ def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
     saved = k.run("print(run.status['checkpoint'])").strip()
     assert saved == f"opt-tiny_0-5000-step-{step}"
     # and training goes on where it stopped
-    shown = k.run(f"again = launch(RunConfig(run_root={str(run_root)!r}, max_steps=2)); print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])")
+    shown = k.run(f"again = launch(RunConfig({plain}, max_steps=2)); print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])")
     assert f"continues from checkpoint {saved}" in shown and f"{step + 1} {16 * (step + 1)}" in shown
 
 

@@ -20,7 +20,7 @@ def recipe(tmp_path):
 
 
 def test_slices_one_after_the_other(recipe):
-    first = papermill("train.ipynb", "first.ipynb", "-p", "end_idx", "64", cwd=recipe)
+    first = papermill("train.ipynb", "first.ipynb", "-p", "end_idx", "64", "-p", "packing", "padded", "-p", "batch_size", "8", cwd=recipe)
     assert first.returncode == 0, first.stderr[-3000:]
     assert "starts from the base model" in outputs(recipe / "first.ipynb")
     # the literal command of the manual: no output named, so the notebook goes to standard output
@@ -58,7 +58,8 @@ def test_bad_parameters(recipe, parameters, reason):
 def test_a_long_run_leaves_a_small_notebook(recipe, tmp_path):
     """Output is one line updated in place and one thinned-out picture, so its size does not grow with the steps."""
     (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(1500)))
-    done = papermill("train.ipynb", "out.ipynb", "-p", "dataset", tmp_path / "a.txt", "-p", "batch_size", "1", "-p", "nproc", "1", cwd=recipe)
+    settings = "-p batch_size 1 -p nproc 1 -p packing padded"
+    done = papermill("train.ipynb", "out.ipynb", "-p", "dataset", tmp_path / "a.txt", *settings.split(), cwd=recipe)
     assert done.returncode == 0, done.stderr[-3000:]
     cells = json.loads((recipe / "out.ipynb").read_text())["cells"]
     launched = next(c for c in cells if "".join(c["source"]).startswith("run = launch"))

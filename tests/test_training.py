@@ -12,7 +12,7 @@ STEPS = 20
 
 
 def assert_same_curve(metrics, reference):
-    "Losses within 1e-5; norms are sums of millions of fp32 squares, which depend more on their order."
+    "Losses within 1e-5; OPT's gradient jumps where rounding moves an activation across the kink of its ReLU (test_exactness.py has smooth ones)."
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 5e-4)):
         worst = max(abs(a[name] - b[name]) / b[name] for a, b in zip(metrics, reference, strict=True))
         assert worst < tolerance, (name, worst)
@@ -22,7 +22,7 @@ def assert_same_curve(metrics, reference):
 def single(tmp_path_factory):
     "20 steps of 16 rows on one process: what every other way to share the work is compared with."
     root = tmp_path_factory.mktemp("single")
-    return launch(RunConfig(run_root=str(root), strategy="single", batch_size=16, end_idx=16 * STEPS, lr_scheduler="cosine", warmup_steps=3))
+    return launch(RunConfig(run_root=str(root), strategy="single", batch_size=16, packing="padded", end_idx=16 * STEPS, lr_scheduler="cosine", warmup_steps=3))
 
 
 @pytest.mark.parametrize("change", [
@@ -30,7 +30,7 @@ def single(tmp_path_factory):
     {"strategy": "ddp", "batch_size": 2, "accum_steps": 4},
     {"strategy": "fsdp", "batch_size": 4, "accum_steps": 2},
     {"strategy": "fsdp", "batch_size": 4, "accum_steps": 2, "sharding": "shard_grad_op"},
-    {"strategy": "fsdp", "batch_size": 8, "activation_checkpointing": True},
+    {"strategy": "fsdp", "batch_size": 8, "activation_checkpointing": "full"},
     {"strategy": "fsdp", "nproc": 1, "batch_size": 16},
 ], ids=lambda c: "-".join(str(v) for v in c.values()))
 def test_same_curve_however_the_work_is_shared(single, run_root, change):
@@ -43,9 +43,9 @@ def test_same_curve_however_the_work_is_shared(single, run_root, change):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_stays_close_to_fp32(single, run_root, strategy, dtype):
     run = launch(single.config.replace(run_root=str(run_root), run_name=None, strategy=strategy, batch_size=8, dtype=dtype, max_steps=4))
-    taken = [m for m in run.metrics if not m["skipped"]]
+    taken = run.metrics
     assert run.status["dtype"] == {"bf16": "bfloat16", "fp16": "float16"}[dtype]
-    assert abs(run.metrics[0]["loss"] - single.metrics[0]["loss"]) < 0.02 and taken and taken[-1]["loss"] < 8.3
+    assert abs(run.metrics[0]["loss"] - single.metrics[0]["loss"]) < 0.02 and taken[-1]["loss"] < 8.3
 
 
 def test_goes_on_under_another_strategy_and_world_size(single, run_root):
@@ -59,7 +59,7 @@ def test_goes_on_under_another_strategy_and_world_size(single, run_root):
 
 
 def test_next_slice_continues_and_a_finished_one_is_not_repeated(run_root):
-    cfg = RunConfig(run_root=str(run_root), end_idx=48, num_epochs=2)
+    cfg = RunConfig(run_root=str(run_root), batch_size=8, packing="padded", end_idx=48, num_epochs=2)
     first = launch(cfg)
     assert [p.name for p in first.dir.checkpoints()] == ["opt-tiny_0-48-epoch-1", "opt-tiny_0-48-epoch-2"]
     second = launch(cfg.replace(start_idx=48, end_idx=80, num_epochs=1))
@@ -88,9 +88,10 @@ print(total / targets, type(model).__name__, model.generate(ids[:, :4], max_new_
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_export_is_the_trained_model(run_root, tmp_path, strategy):
-    from multigpu_ft.data import builtin_corpus, epoch_order
+    from multigpu_ft.batches import epoch_order
+    from multigpu_ft.data import builtin_corpus
 
-    run = launch(RunConfig(run_root=str(run_root), strategy=strategy, end_idx=160))
+    run = launch(RunConfig(run_root=str(run_root), strategy=strategy, batch_size=8, packing="padded", end_idx=160))
     rows = 8 * run.status["world_size"]
     first_rows = epoch_order(160, seed=0, epoch=1)[:rows]
     (tmp_path / "texts.json").write_text(json.dumps([builtin_corpus()[i] for i in first_rows]))
@@ -101,7 +102,7 @@ def test_export_is_the_trained_model(run_root, tmp_path, strategy):
 
 
 def test_a_run_can_be_read_by_its_path(run_root):
-    launch(RunConfig(run_root=str(run_root), end_idx=32))
+    launch(RunConfig(run_root=str(run_root), batch_size=8, packing="padded", end_idx=32))
     run = Run(next(run_root.iterdir()))
     assert run.state == "done" and len(run.metrics) == 2 and sorted(os.listdir(run.dir.path / "logs")) == ["agent.log", "rank0.log", "rank1.log"]
     assert run.plot().axes[0].get_xlabel() == "optimizer step"

@@ -1,0 +1,183 @@
+"""What each of two ranks computes for test_exactness.py: torchrun --nproc-per-node 2 tests/exactness.py REPORT.json
+
+Everything in one process pair, because importing takes longer than the steps.
+"""
+import copy
+import hashlib
+import json
+import os
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from multigpu_ft import RunConfig
+from multigpu_ft.batches import Epoch, Order, TokenizedTexts, collate, epoch_steps
+from multigpu_ft.losses import LossModel
+from multigpu_ft.optimizers import make_optimizer
+from multigpu_ft.strategies import World, join_world, make_strategy
+from multigpu_ft.tracking import Stopwatch
+from multigpu_ft.training import train_step
+
+STEPS, MAX_LENGTH, VOCABULARY = 20, 64, 512
+ARCHITECTURES = {
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0, "attention_dropout": 0.0},
+    "llama": {"intermediate_size": 128, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "qwen3": {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
+    "opt-gelu": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0, "attention_dropout": 0.0, "activation_function": "gelu"},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+SPLITS = [  # each a way to share 8 rows
+    ("single", {"batch_size": 8}),
+    ("single", {"batch_size": 2, "accum_steps": 4}),
+    ("ddp", {"batch_size": 4}),
+    ("ddp", {"batch_size": 1, "accum_steps": 4}),
+    ("fsdp", {"batch_size": 4, "sharding": "full_shard"}),
+    ("fsdp", {"batch_size": 2, "accum_steps": 2, "sharding": "full_shard", "communication": "micro_batch"}),
+    ("fsdp", {"batch_size": 1, "accum_steps": 4, "sharding": "shard_grad_op"}),
+]
+
+
+def build(name):
+    torch.manual_seed(0)
+    common = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": MAX_LENGTH}
+    config = AutoConfig.for_model(name.removesuffix("-gelu"), **common, pad_token_id=1, bos_token_id=0, eos_token_id=2, **ARCHITECTURES[name])
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+class Words:
+    "Texts are lists of numbers; every number a token."
+    eos_token_id, pad_token_id = 2, 1
+
+    def __call__(self, texts, truncation, max_length):
+        return {"input_ids": [[int(word) for word in text.split()][:max_length] for text in texts]}
+
+
+def slice_of(count, seed=0):
+    rng = np.random.default_rng(seed)
+    texts = [" ".join(map(str, rng.integers(3, VOCABULARY, rng.integers(3, 50)))) for _ in range(count)]
+    return TokenizedTexts(texts, Words(), MAX_LENGTH)
+
+
+def config(strategy, **settings):
+    return RunConfig(strategy=strategy, max_length=MAX_LENGTH, **{"learning_rate": 1e-3, **settings})
+
+
+def start(model, cfg, world):
+    strategy, _ = make_strategy(cfg, world, 0)
+    strategy.prepare(LossModel(copy.deepcopy(model)), lambda m: make_optimizer(cfg, m))
+    return strategy
+
+
+def steps(texts, cfg, packing, world):
+    epoch = 1
+    while True:
+        yield from epoch_steps(texts, Order.of(cfg, packing, len(texts), world.size), cfg, epoch, 0, world.rank, world.size)
+        epoch += 1
+
+
+def curve(model, texts, packing, world, strategy, settings):
+    cfg = config(strategy, **settings)
+    world = World(0, 0, 1, world.device) if strategy == "single" else world
+    strategy, watch, points = start(model, cfg, world), Stopwatch(world.device), []
+    stream = steps(texts, cfg, packing, world)
+    for _ in range(STEPS):
+        step = next(stream)
+        loss, norm = train_step(strategy, step, 1e-3, 1.0, watch)
+        points.append((world.sum(loss.item())[0] / step.targets if world.size > 1 else loss.item() / step.targets, norm.item()))
+    return points
+
+
+def deviation(points, reference):
+    return [max(abs(p[i] - r[i]) / r[i] for p, r in zip(points, reference, strict=True)) for i in (0, 1)]
+
+
+def fingerprint(strategy):
+    "Of this rank's parameters, to the bit."
+    digest = hashlib.sha256()
+    for parameter in strategy.model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        digest.update(local.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def everybodys(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def planted_infinity(model, texts, world, strategy, dtype):
+    "Before and after a step whose gradient is infinite on rank 1 alone: parameters, scale, count of skipped steps."
+    cfg = config(strategy, batch_size=2, dtype=dtype)
+    strategy, stream = start(model, cfg, world), steps(texts, cfg, "packed", world)
+    before = fingerprint(strategy)
+    batch = {k: torch.from_numpy(v) for k, v in next(stream).micro_batches[0].items()}
+    strategy.backward(strategy.forward(**batch, scale=strategy.loss_scale.value / 100)[0])
+    if world.rank == 1:
+        gradient = next(strategy.model.parameters()).grad
+        (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float("inf")
+    norm = strategy.clip_grad_norm(1.0)
+    strategy.step()
+    unchanged = fingerprint(strategy) == before
+    train_step(strategy, next(stream), 1e-3, 1.0, Stopwatch(world.device))
+    report = {
+        "norm_finite": bool(norm.isfinite()), "unchanged": unchanged, "skipped": int(strategy.skipped), "in_a_row": int(strategy.skipped_in_a_row),
+        "scale": strategy.loss_scale.value.item(), "goes_on": fingerprint(strategy) != before,
+    }
+    return everybodys(report)
+
+
+@torch.no_grad()
+def alone_and_together(model, texts):
+    "Largest difference of a token's loss between its text alone and the text in packed or bucketed company."
+    losses_of = LossModel(model).eval()
+    run = lambda rows, packing: losses_of(**{k: torch.from_numpy(v) for k, v in collate(rows, 1, packing).items()})[1]  # noqa: E731
+    alone = {i: run([[texts[i]]], "padded") for i in range(len(texts))}
+    worst = {}
+    for packing in ("packed", "bucketed", "padded"):
+        order = Order.of(config("single"), packing, len(texts), 1)
+        rows, worst[packing] = Epoch(texts, order, 1, 4).rows, 0.0
+        for first in range(0, len(rows), 4):
+            together = run([[texts[i] for i in row] for row in rows[first : first + 4]], packing)
+            expected = torch.cat([alone[i] for row in rows[first : first + 4] for i in row])
+            worst[packing] = max(worst[packing], (together - expected).abs().max().item())
+    model.train()
+    return worst
+
+
+def main():
+    torch.set_num_threads(1)
+    world = join_world(RunConfig(strategy="ddp"))
+    texts, report = slice_of(400), {"curves": {}, "texts": {}, "infinity": {}, "bits": {}, "uneven": {}}
+    models = {name: build(name) for name in ARCHITECTURES}
+    for name, model in models.items():
+        report["texts"][name] = alone_and_together(model, slice_of(24, seed=1))
+        for packing in ("packed", "bucketed", "padded") if name == "qwen3" else ("packed",):
+            curves = [curve(model, texts, packing, world, *split) for split in SPLITS]
+            labels = [f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}" for strategy, settings in SPLITS]
+            report["curves"] |= {label: deviation(points, curves[0]) for label, points in zip(labels[1:], curves[1:], strict=True)}
+    few = slice_of(3, seed=2)  # on the last step rank 1 has no targets at all
+    uneven = [curve(models["llama"], few, "padded", world, s, {"batch_size": 1, "accum_steps": a}) for s, a in (("single", 2), ("ddp", 1), ("fsdp", 1))]
+    report["uneven"] = {s: deviation(points, uneven[0]) for s, points in zip(("ddp", "fsdp"), uneven[1:], strict=True)}
+    for strategy in ("ddp", "fsdp"):
+        for dtype in ("fp32", "bf16", "fp16"):
+            report["infinity"][f"{strategy} {dtype}"] = planted_infinity(models["opt"], texts, world, strategy, dtype)
+    for dtype in ("fp32", "bf16", "fp16"):
+        cfg = config("ddp", batch_size=2, dtype=dtype)
+        strategy, stream = start(models["opt"], cfg, world), steps(texts, cfg, "bucketed", world)
+        for _ in range(50):
+            train_step(strategy, next(stream), 1e-3, 1.0, Stopwatch(world.device))
+        report["bits"][dtype] = everybodys(fingerprint(strategy))
+    if world.is_main:
+        with open(sys.argv[1], "w") as file:
+            json.dump(report, file, indent=1)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
