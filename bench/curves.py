@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 curves = {}
 with tempfile.TemporaryDirectory() as root:
     for way, settings in WAYS.items():
-        run = launch(RunConfig(dataset=args.dataset, run_root=root, resume_file="none", packing="packed", max_steps=60, **settings), wait=False).wait()
+        run = launch(RunConfig(dataset=args.dataset, run_root=root, resume_file="none", packing="packed", max_steps=25, **settings), wait=False).wait()
         curves[way] = [[m["step"], m["loss"]] for m in run.metrics]
 reference = next(iter(curves.values()))
 figure = Figure(figsize=(8, 4.2), dpi=100, layout="constrained")
