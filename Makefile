@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install demo test bench clean
+.PHONY: help install demo test faults bench clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -23,13 +23,18 @@ test: install
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
 	git diff --exit-code
-	$(BIN)/nbdev_test --n_workers 2 --skip_file_re '^[_.]|^train'
+	$(BIN)/nbdev_test --n_workers 2 --skip_file_re '^[_.]|^train|^slices'
 	$(BIN)/pytest -q tests
 	$(BIN)/ruff check .
+
+faults: install
+	$(BIN)/python tests/faults.py --json bench/results/faults.json
 
 bench: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python bench/training.py
+	$(BIN)/python bench/saving.py
+	$(BIN)/python bench/resume.py
 
 clean:
 	rm -rf .venv runs build dist *.egg-info

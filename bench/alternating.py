@@ -23,8 +23,8 @@ from multigpu_ft.losses import LossModel
 from multigpu_ft.models import load_model, load_tokenizer
 from multigpu_ft.optimizers import make_optimizer
 from multigpu_ft.strategies import join_world, make_strategy
-from multigpu_ft.tracking import Stopwatch, Tracker
-from multigpu_ft.training import _Interval, train_step
+from multigpu_ft.tracking import Interval, Stopwatch, Tracker
+from multigpu_ft.training import train_step
 
 strategy_name, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 cfg = RunConfig(model=folder, dataset=f"{folder}/texts.jsonl", batch_size=2, strategy=strategy_name, run_root=tempfile.mkdtemp(), learning_rate=1e-4)
@@ -40,7 +40,7 @@ stream = epoch_steps(texts, order, cfg, 1, 0, world.rank, world.size)
 
 
 def our_step():
-    interval, step = _Interval(strategy), next(stream)
+    interval, step = Interval(strategy), next(stream)
     loss, norm = train_step(strategy, step, 1e-4, 1.0, watch)
     interval.add(step, loss)
     world.sum(False)

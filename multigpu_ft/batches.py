@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['TokenizedTexts', 'epoch_order', 'first_fit_decreasing', 'Order', 'Epoch', 'Step', 'collate', 'deal', 'epoch_steps']
 
-# %% ../nbs/01a_batches.ipynb #cc4ec21b
+# %% ../nbs/01a_batches.ipynb #9949d551
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ import numpy as np
 
 from .config import RunConfig
 
-# %% ../nbs/01a_batches.ipynb #05bf1b49
+# %% ../nbs/01a_batches.ipynb #ce67fac7
 class TokenizedTexts:
     "Token ids of each text, ended by the tokenizer's EOS and cut to `max_length` tokens."
 
@@ -31,6 +32,11 @@ class TokenizedTexts:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @cached_property
+    def digest(self) -> str:
+        "A name for these very tokens: other texts, another tokenizer or length have another."
+        return hashlib.sha256(self._ids.tobytes() + self._ends.tobytes()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> np.ndarray:
         return self._ids[self._ends[index] - self.lengths[index] : self._ends[index]]
@@ -80,7 +86,7 @@ def _bucketed_steps(lengths: np.ndarray, order: np.ndarray, rows_a_step: int, ma
         steps += [cut[i] for i in rng.permutation(len(cut))]
     return steps
 
-# %% ../nbs/01a_batches.ipynb #d54ce874
+# %% ../nbs/01a_batches.ipynb #9e39c83b
 @dataclass(frozen=True)
 class Order:
     "All that an epoch's rows depend on, next to the texts. Goes into checkpoints: a position means nothing without it."
@@ -89,26 +95,26 @@ class Order:
     seed: int
     num_texts: int
     max_length: int
-    rows_a_step: int | None  # the global batch; `None` where rows do not depend on it
+    rows_a_step: int  # the global batch
+    texts: str = ""  # `TokenizedTexts.digest`
 
     @classmethod
-    def of(cls, cfg: RunConfig, packing: str, num_texts: int, world_size: int) -> "Order":
-        rows = cfg.batch_size * cfg.accum_steps * world_size
-        return cls(packing, cfg.seed, num_texts, cfg.max_length, rows if packing == "bucketed" else None)
+    def of(cls, cfg: RunConfig, packing: str, num_texts: int, world_size: int, texts: str = "") -> "Order":
+        return cls(packing, cfg.seed, num_texts, cfg.max_length, cfg.batch_size * cfg.accum_steps * world_size, texts)
 
 
 class Epoch:
     "The rows of one epoch, in order, and how they are cut into optimizer steps."
 
-    def __init__(self, texts: TokenizedTexts, order: Order, epoch: int, rows_a_step: int) -> None:
-        self._texts, self._order, self._rows_a_step = texts, order, rows_a_step
+    def __init__(self, texts: TokenizedTexts, order: Order, epoch: int) -> None:
+        self._texts, self._order = texts, order
         permutation = epoch_order(len(texts), order.seed, epoch)
         rng = np.random.default_rng([order.seed, epoch, 1])
         self._bounds: np.ndarray | None = None  # of steps, where they are not all of one size
         if order.packing == "packed":
             self.rows: Any = _packed_rows(texts.lengths, permutation, order.max_length, rng)
         elif order.packing == "bucketed":
-            steps = _bucketed_steps(texts.lengths, permutation, rows_a_step, order.max_length, rng)
+            steps = _bucketed_steps(texts.lengths, permutation, order.rows_a_step, order.max_length, rng)
             self.rows, self._bounds = np.concatenate(steps)[:, None], np.cumsum([0] + [len(s) for s in steps])
         else:
             self.rows = permutation[:, None]
@@ -118,7 +124,7 @@ class Epoch:
         if self._bounds is not None:
             bounds = self._bounds[np.searchsorted(self._bounds, position) :]
         else:
-            bounds = np.append(np.arange(position, len(self.rows), self._rows_a_step), len(self.rows))
+            bounds = np.append(np.arange(position, len(self.rows), self._order.rows_a_step), len(self.rows))
         return list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
 
     @cached_property
@@ -129,7 +135,7 @@ class Epoch:
         lengths = [self._texts.lengths[self.rows[a:b, 0]] for a, b in self.steps()]
         return sum(len(n) * int(n.max()) for n in lengths), sum(len(n) * int(n.max()) ** 2 // 2 for n in lengths)
 
-# %% ../nbs/01a_batches.ipynb #6955850f
+# %% ../nbs/01a_batches.ipynb #9022ffeb
 @dataclass(frozen=True)
 class Step:
     "What one rank does in one optimizer step."
@@ -180,7 +186,7 @@ def epoch_steps(
     texts: TokenizedTexts, order: Order, cfg: RunConfig, epoch: int, position: int, rank: int, world_size: int
 ) -> Iterator[Step]:
     "The optimizer steps of `epoch` from row `position` of its order on, as `rank` of `world_size` does them."
-    plan = Epoch(texts, order, epoch, cfg.batch_size * cfg.accum_steps * world_size)
+    plan = Epoch(texts, order, epoch)
     for first, after in plan.steps(position):
         rows = plan.rows[first:after]
         sizes = np.array([texts.lengths[row].sum() for row in rows])

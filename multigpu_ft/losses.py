@@ -131,7 +131,7 @@ class LossModel(nn.Module):
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
         return losses.sum() * scale, losses.detach()
 
-# %% ../nbs/02a_losses.ipynb #c2326b83
+# %% ../nbs/02a_losses.ipynb #697d3346
 _CHECKED = 80  # tokens of both texts
 
 
@@ -176,7 +176,7 @@ def choose_packing(cfg: RunConfig, exact: dict[str, bool], texts: TokenizedTexts
         cost = {}
         for way in ("packed", "bucketed"):
             order = Order.of(cfg, way, len(texts), world_size)
-            cells, pairs = Epoch(texts, order, cfg.initial_epoch, cfg.batch_size * cfg.accum_steps * world_size).cost
+            cells, pairs = Epoch(texts, order, cfg.initial_epoch).cost
             cost[way] = 2 * cells * weights + 4 * pairs * hidden * layers
         chosen = min(cost, key=cost.get)
         other = "packed" if chosen == "bucketed" else "bucketed"

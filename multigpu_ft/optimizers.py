@@ -55,11 +55,20 @@ def make_optimizer(cfg: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
 
     return AdamW8bitOnShards(groups, lr=cfg.learning_rate)
 
-# %% ../nbs/02b_optimizers.ipynb #7b069208
-def learning_rate(cfg: RunConfig, step: int, total_steps: int) -> float:
-    "The rate of optimizer step `step` (from 0) of `total_steps`: linear warm-up, then constant, or to zero linearly or along a half cosine."
-    if step < cfg.warmup_steps:
-        return cfg.learning_rate * (step + 1) / cfg.warmup_steps
-    done = (step - cfg.warmup_steps) / max(1, total_steps - cfg.warmup_steps)
+# %% ../nbs/02b_optimizers.ipynb #ab7767e2
+def learning_rate(cfg: RunConfig, step: int, total_steps: int, end_idx: int | None = None, earlier_steps: int = 0) -> float:
+    """The rate of optimizer step `step` (from 0) of a slice's `total_steps`: linear warm-up, then constant, or to zero linearly or along a half cosine.
+
+    `earlier_steps` has this optimizer made on slices before; `end_idx` is the row after the slice's last, needed if the schedule spans a series of slices.
+    """
+    if earlier_steps + step < cfg.warmup_steps:
+        return cfg.learning_rate * (earlier_steps + step + 1) / cfg.warmup_steps
+    warm_up = max(0, cfg.warmup_steps - earlier_steps)
+    if cfg.schedule_end_idx is None:
+        done = (step - warm_up) / max(1, total_steps - warm_up)
+    else:
+        rows = cfg.schedule_end_idx - cfg.schedule_start_idx
+        done = (cfg.start_idx - cfg.schedule_start_idx + (end_idx - cfg.start_idx) * step / max(1, total_steps)) / rows
+    done = min(1.0, done)
     factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[cfg.lr_scheduler]
     return cfg.learning_rate * factor

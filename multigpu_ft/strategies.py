@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .config import ConfigError, RunConfig
 from .models import transformer_blocks
 
-# %% ../nbs/03_strategies.ipynb #671dd92b
+# %% ../nbs/03_strategies.ipynb #cc8a0a4f
 @dataclass(frozen=True)
 class World:
     "Who this process is among the others."
@@ -58,6 +58,9 @@ class World:
         return total.item()
 
 
+_AGENT_FIRST_S = 5  # the agent's watchdog knows which rank hangs; a collective's own timeout only that one does
+
+
 def join_world(cfg: RunConfig) -> World:
     "Join the process group that torchrun's environment variables describe; one that is there already is used as it is."
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
@@ -68,7 +71,7 @@ def join_world(cfg: RunConfig) -> World:
             raise ConfigError(f"nproc={size}, but this machine has {torch.cuda.device_count()} GPUs; one process needs one GPU.")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=cfg.timeout_s))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=cfg.timeout_s + _AGENT_FIRST_S))
     return World(rank, local_rank, size, device)
 
 # %% ../nbs/03_strategies.ipynb #f1f26c2b

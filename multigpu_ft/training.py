@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['train_step', 'evaluating', 'step_loss', 'Training', 'main']
 
-# %% ../nbs/06_training.ipynb #3fbe5e90
+# %% ../nbs/06_training.ipynb #dbd8a0c2
+import faulthandler
 import os
+import signal
 import sys
 
-from .config import RunDir, find_checkpoint
-from .processes import StopSignal, end_with_agent, is_running, write_error
+from .config import RunDir
+from .processes import IDLE, Beat, StopSignal, end_with_agent, is_running, write_error
 
 
 def _hopeless(run_dir: RunDir) -> bool:
@@ -22,12 +24,14 @@ def _hopeless(run_dir: RunDir) -> bool:
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
 if _IS_COMMAND:
     end_with_agent()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the agent asks a rank that hangs where it is
     os.dup2(1, 2)  # one log a rank, with warnings and tracebacks where they happened
     _run_dir = RunDir(sys.argv[1])
     _stop = StopSignal(hopeless=lambda: _hopeless(_run_dir))
 
-# %% ../nbs/06_training.ipynb #df82218f
+# %% ../nbs/06_training.ipynb #fb11a118
 import math
+import socket
 import time
 import traceback
 from collections.abc import Iterator
@@ -42,16 +46,17 @@ import torch.distributed as dist
 from torch import nn
 
 from .batches import Epoch, Order, Step, TokenizedTexts, epoch_steps
-from multigpu_ft.checkpoints import (
-    Progress, check_room, export_model, hub_token, is_inside_epoch, load_checkpoint, next_progress, push_export,
-    save_checkpoint,
-)
+from .checkpoints import CheckpointWriter, Progress, Save, checkpoint_bytes, load_checkpoint, next_progress, room_for
 from .data import Texts, load_texts, use_kaggle_secret
+from .exports import export_model, hub_token, load_foreign, push_export
+from .lineage import find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
 from .losses import LossModel, choose_packing, self_check
 from .models import checkpoint_activations, checkpoint_every, load_model, load_tokenizer, transformer_blocks
 from .optimizers import learning_rate, make_optimizer
-from .strategies import Single, World, join_world, local_part, make_strategy
-from .tracking import Stopwatch, Tracker, flops_per_token, peak_flops, peak_memory
+from .pace import Pace
+from .resuming import choose_checkpoint, seed_everything, tokenizer_digest
+from .strategies import Single, World, join_world, make_strategy
+from .tracking import Interval, Stopwatch, Tracker, flops_per_token
 
 # %% ../nbs/06_training.ipynb #a665c2be
 def _to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
@@ -96,7 +101,7 @@ def step_loss(strategy: Single, step: Step) -> float:
         total = sum(strategy.forward(**_to_device(m, strategy.world.device))[1].sum(dtype=torch.float64).item() for m in step.micro_batches)
     return strategy.world.sum(total)[0] / max(1, step.targets)
 
-# %% ../nbs/06_training.ipynb #8eba058b
+# %% ../nbs/06_training.ipynb #b2d65349
 _FEW_STEPS = 10  # fewer are hardly what somebody wants who did not ask for them
 _NON_FINITE_IN_A_ROW = 25  # an fp16 scale of 65,536 halved 25 times is far below 1; more cannot help
 
@@ -114,40 +119,59 @@ class Training:
         if self.cfg.hf_repo:
             hub_token()
         self.slice: Texts = load_texts(self.cfg)
-        checkpoint = find_checkpoint(self.cfg)
+        find_checkpoints(self.cfg, run_dir)  # a wrong name is told before the model is loaded
         self.tokenizer = load_tokenizer(self.cfg)
         self.texts = TokenizedTexts(self.slice.texts, self.tokenizer, self.cfg.max_length)
         self.world: World = join_world(self.cfg)
+        self.beat = Beat(run_dir.beat_file(self.world.rank))
+        self.beat(IDLE)
         pids: list[Any] = [None] * self.world.size
         dist.all_gather_object(pids, os.getpid())
         self.tracker = Tracker(run_dir, self.world.is_main)
-        self.tracker.status(pids={**run_dir.status().get("pids", {}), "ranks": pids})
+        self.tracker.status(pids={**run_dir.status().get("pids", {}), "ranks": pids}, host=socket.gethostname())
 
-        about = self._prepare_model()
-        torch.manual_seed(self.cfg.seed + self.world.rank)
-        saved = load_checkpoint(checkpoint, self.strategy) if checkpoint else None
+        stored = {**fingerprint(self.cfg), "tokenizer": tokenizer_digest(self.tokenizer)}
+        checkpoint, remarks = choose_checkpoint(self.cfg, run_dir, self.world, stored)
+        about = self._prepare_model(checkpoint)
+        saved = self._resume(checkpoint)
         packing, about["packing_reason"] = self._choose_packing(saved)
-        self.order = Order.of(self.cfg, packing, len(self.texts), self.world.size)
-        self.progress = Progress(self.slice.start_idx, self.slice.end_idx, self.cfg.initial_epoch, order=asdict(self.order))
+        order = Order.of(self.cfg, packing, len(self.texts), self.world.size, self.texts.digest)
+        self.progress = Progress(self.slice.start_idx, self.slice.end_idx, self.cfg.initial_epoch, order=asdict(order), earlier=self._foreign_ledger)
         if saved:
-            self.progress = next_progress(saved, self.cfg, self.slice.end_idx, self.order)
+            self.progress = next_progress(saved, self.cfg, self.slice.end_idx, order)
+        self.order = Order(**self.progress.order)
+        self.tracker.rewind(self.progress.step)
+        for remark in [*remarks, *ledger_remarks(saved.trained() if saved else self._foreign_ledger, self.slice.start_idx, self.slice.end_idx)]:
+            self.tracker.remark(remark)
+        if self.order.rows_a_step != order.rows_a_step:
+            self.tracker.remark(
+                f"the global batch stays {self.order.rows_a_step} rows, as the slice began; batch_size × accum_steps × {self.world.size} process(es) would be "
+                f"{order.rows_a_step}, so accum_steps {self.cfg.accum_steps} -> {-(-self.order.rows_a_step // (self.cfg.batch_size * self.world.size))}"
+            )
         self.last_epoch = self.cfg.initial_epoch + self.cfg.num_epochs - 1
-        check_room(run_dir, self.strategy, checkpoints=self.last_epoch - self.progress.epoch + 1)
+        self.room = room_for(self.cfg, run_dir, self.strategy)
+        self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, stored)
+        self.earlier_steps = self.progress.optimizer_step - self.progress.slice_step if self.progress.optimizer_step else 0
         self.total_steps = self._count_steps()
-        self.saved: Path | None = None
+        self.pace = Pace(self.cfg, run_dir.status().get("launched", time.time()), checkpoint_bytes(self.cfg, self.strategy))
+        self.saving_step = self.progress.step  # the step of the newest save
+        self.save_error: Exception | None = None
         self.first_step: Step | None = None
         self._flops_per_token = flops_per_token(self.strategy.unwrap_model(), float(self.texts.lengths.mean()))
+        again = checkpoint and checkpoint.is_relative_to(run_dir.path)  # started again; where it first began stays on record
+        origin = {} if again else {"resumed_from": str(checkpoint) if checkpoint else None, "first_step": self.progress.step + 1}
         self.tracker.status(
-            state="running", strategy=self.strategy.name, dtype=str(self.strategy.dtype).removeprefix("torch."), packing=packing, **about,
+            state="running", strategy=self.strategy.name, dtype=str(self.strategy.dtype).removeprefix("torch."), packing=packing, **about, **origin,
             world_size=self.world.size, device=self.world.device.type, slice=[self.slice.start_idx, self.slice.end_idx],
-            num_rows=self.slice.num_rows, texts=len(self.texts), dropped=self.slice.dropped, resumed_from=str(checkpoint) if checkpoint else None,
+            num_rows=self.slice.num_rows, texts=len(self.texts), dropped=self.slice.dropped, rows_a_step=self.order.rows_a_step,
             step=self.progress.step, slice_step=self.progress.slice_step, total_steps=self.total_steps, epoch=self.progress.epoch,
         )
 
-    def _prepare_model(self) -> dict[str, Any]:
+    def _prepare_model(self, checkpoint: Path | None) -> dict[str, Any]:
         "Load the model and put it under its strategy. Returns what was decided on the way, for status.json."
         cfg = self.cfg
         model = load_model(cfg, self.tokenizer)
+        self._foreign_ledger = load_foreign(checkpoint, model) if checkpoint and is_foreign(checkpoint) else []
         if cfg.compile:
             for block in transformer_blocks(model):
                 block.compile()
@@ -157,13 +181,19 @@ class Training:
             cfg.activation_checkpointing, model, cfg.batch_size * cfg.max_length, self.strategy.dtype, -self.world.max(-self.strategy.free_memory())
         )
         checkpoint_activations(model, every)
-        self.watch = Stopwatch(self.world.device)
+        self.watch = Stopwatch(self.world.device, self.beat)
         if self.world.size > 1:
             model.get_input_embeddings().register_forward_hook(self._await_last_gradient)
         return {
             "strategy_reason": why, "communication": "window" if self.strategy.window else "micro_batch",
             "checkpointed_blocks": {0: "none", 1: "all"}.get(every, f"every {every}th"),
         }
+
+    def _resume(self, checkpoint: Path | None) -> Progress | None:
+        "Take up the state of `checkpoint`. Random numbers of another number of ranks cannot be taken up; new ones are begun then."
+        known = bool(checkpoint) and not is_foreign(checkpoint)
+        seed_everything(self.cfg.seed, read_progress(checkpoint)["step"] if known else 0, self.world.rank)
+        return load_checkpoint(checkpoint, self.strategy, self.cfg.resume_scope, verify=False) if known else None
 
     def _await_last_gradient(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         "The last gradient but the embedding's own is there: from here to the end of the backward pass a rank mostly waits for others."
@@ -187,35 +217,34 @@ class Training:
         exact = {way: self.world.max(float(not fine)) == 0 for way, fine in exact.items()}  # a rank on its own way would wait for ever
         core.chunked = exact["chunked"]
         self.tracker.status(chunked_loss=core.chunked)
-        if self.cfg.packing == "auto" and saved and is_inside_epoch(saved, self.cfg, self.slice.end_idx) and exact.get(saved.order["packing"], True):
-            return saved.order["packing"], "that of the checkpoint, which is inside an epoch"
+        same_slice = saved and saved.is_of(self.cfg, self.slice.end_idx) and self.cfg.resume_scope == "all"
+        if self.cfg.packing == "auto" and same_slice and exact.get(saved.order["packing"], True):
+            return saved.order["packing"], "as the slice began"
         return choose_packing(self.cfg, exact, self.texts, model, self.world.size)
-
-    def _steps_of(self, epoch: int, position: int = 0) -> int:
-        return len(Epoch(self.texts, self.order, epoch, self.cfg.batch_size * self.cfg.accum_steps * self.world.size).steps(position))
 
     def _count_steps(self) -> int:
         "Optimizer steps on this slice from its beginning to the end of the plan."
-        limit = self.cfg.max_steps or math.inf
+        limit = math.inf
+        if self.cfg.max_steps:  # those this run made before it was started again are among them
+            limit = self.cfg.max_steps - (self.progress.step + 1 - self.run_dir.status().get("first_step", self.progress.step + 1))
         count, epoch, position = 0, self.progress.epoch, self.progress.position
         while epoch <= self.last_epoch and count < limit:
-            count, epoch, position = count + self._steps_of(epoch, position), epoch + 1, 0
+            count, epoch, position = count + len(Epoch(self.texts, self.order, epoch).steps(position)), epoch + 1, 0
         return self.progress.slice_step + int(min(count, limit))
 
     def run(self) -> dict[str, Any]:
         "Train to the end of the plan or until asked to stop, save, export. Returns the last status. A collective."
         outcome: dict[str, Any] = {"state": "done"} if self._epochs() else {"state": "stopped"}
-        if outcome["state"] == "stopped":
-            if self.progress.step and not self.saved:
-                self._save(end_of_epoch=False)
-        else:
+        self.beat(IDLE)
+        if self.progress.step != self.saving_step:
+            self._save(end_of_epoch=False)
+        if outcome["state"] == "done":
             if self.first_step:
                 outcome["loss_after"] = step_loss(self.strategy, self.first_step)
                 if self.total_steps < _FEW_STEPS and not self.cfg.max_steps and self.order.packing != "padded":
                     outcome["message"] = (
-                        f"the slice made only {self.total_steps} optimizer steps, since each takes up to {self.cfg.batch_size * self.cfg.accum_steps} × "
-                        f"{self.world.size} rows of {self.cfg.max_length} tokens: for more steps lower batch_size, accum_steps or max_length, "
-                        "or use packing='padded'"
+                        f"the slice made only {self.total_steps} optimizer steps, since each takes up to {self.order.rows_a_step} rows of "
+                        f"{self.cfg.max_length} tokens: for more steps lower batch_size, accum_steps or max_length, or use packing='padded'"
                     )
             else:
                 outcome["message"] = (
@@ -224,7 +253,12 @@ class Training:
                 )
             self.tracker.status(activity="exporting the model")
             outcome["export"] = str(export_model(self.run_dir, self.strategy, self.tokenizer))
-        return {**outcome, "activity": None, "step": self.progress.step, "slice_step": self.progress.slice_step}
+        self.tracker.status(activity="saving a checkpoint", **({"state": "stopping"} if outcome["state"] == "stopped" else {}))
+        self._note(self.writer.wait())
+        if self.save_error:
+            raise self.save_error
+        last = {"step": self.progress.step, "slice_step": self.progress.slice_step, "skipped_steps": int(self.strategy.skipped)}
+        return {**outcome, "activity": None, **last}
 
     def finish(self, outcome: dict[str, Any]) -> None:
         "Push if asked to, then write the last status. No collective: an upload may take longer than a peer would wait."
@@ -238,21 +272,22 @@ class Training:
         progress = self.progress
         while progress.epoch <= self.last_epoch and progress.slice_step < self.total_steps:
             stopping = self._steps()
-            if progress.position >= progress.num_rows:
+            if progress.position >= progress.num_rows and (self.room > 1 or self._is_last()):
                 self._save(end_of_epoch=True)
             if progress.slice_step >= self.total_steps:
                 break
             if stopping:
                 return False
-            progress.epoch, progress.position, self.saved = progress.epoch + 1, 0, None
-        if self.first_step and not self.saved:
-            self._save(end_of_epoch=False)
+            progress.epoch, progress.position = progress.epoch + 1, 0
         return True
+
+    def _is_last(self) -> bool:
+        return self.progress.slice_step >= self.total_steps
 
     def _steps(self) -> bool:
         "The steps left of the epoch in hand. Whether somebody asked to stop."
         cfg, world, progress = self.cfg, self.world, self.progress
-        interval = _Interval(self.strategy)
+        interval = Interval(self.strategy)
         self.watch.read()
         self.watch.begin("data")
         for step in epoch_steps(self.texts, self.order, cfg, progress.epoch, progress.position, world.rank, world.size):
@@ -260,16 +295,15 @@ class Training:
                 self.first_step = step
                 # with dropout, a training loss is higher than the one that `loss_after` will be
                 before = step_loss(self.strategy, step) if _has_dropout(self.strategy.unwrap_model()) else None
-                interval = _Interval(self.strategy)
-            rate = learning_rate(cfg, progress.slice_step, self.total_steps)
+                interval = Interval(self.strategy)
+            self.beat.step = progress.step + 1
+            rate = learning_rate(cfg, progress.slice_step, self.total_steps, progress.end_idx, self.earlier_steps)
             loss, norm = train_step(self.strategy, step, rate, cfg.max_grad_norm, self.watch)
             interval.add(step, loss)
-            stopping = world.sum(self.stop.requested or (world.is_main and self.run_dir.stop_requested()))[0]
-
             progress.position, progress.num_rows, progress.samples_seen = step.position, step.num_rows, progress.samples_seen + step.texts
-            progress.step, progress.slice_step, self.saved = progress.step + 1, progress.slice_step + 1, None
-            last = progress.slice_step >= self.total_steps
-            end_of_epoch = progress.position >= progress.num_rows
+            progress.step, progress.slice_step, progress.optimizer_step = progress.step + 1, progress.slice_step + 1, progress.optimizer_step + 1
+            stopping, saving = self._agree()
+            last, end_of_epoch = self._is_last(), progress.position >= progress.num_rows
             if step is self.first_step or progress.step % cfg.log_every == 0 or last or stopping or end_of_epoch:
                 measured = interval.measure(self.watch, self._flops_per_token)
                 self.tracker.log({
@@ -279,14 +313,34 @@ class Training:
                 if step is self.first_step:
                     self.tracker.status(loss_before=measured["loss"] if before is None else before)
                 self.tracker.heartbeat(loss=measured["loss"], skipped_steps=measured["skipped_steps"])
-                interval = _Interval(self.strategy)
+                if world.is_main and (forecast := self.pace.forecast(progress.slice_step, self.total_steps)):
+                    self.tracker.remark(forecast)
+                interval = Interval(self.strategy)
                 self.watch.begin("data")
             if progress.step % min(cfg.log_every, _NON_FINITE_IN_A_ROW) == 0:
                 self._refuse_to_go_on_without_numbers()
             self.tracker.heartbeat(step=progress.step, slice_step=progress.slice_step, epoch=progress.epoch)
             if stopping or last:
-                return bool(stopping)
+                return stopping
+            if saving and not end_of_epoch:
+                self._save(end_of_epoch=False)
         return False
+
+    def _agree(self) -> tuple[bool, bool]:
+        "Whether to stop after this step, and whether to save. What one rank knows, all know after it. A collective."
+        self._note(self.writer.finished())
+        self.pace.step()
+        main = self.world.is_main
+        asked = self.stop.requested or (main and (self.run_dir.stop_requested() or self.pace.out_of_time()))
+        stop, minutes, failed = self.world.sum(asked, main and self.pace.save_is_due(), self.save_error is not None)
+        if failed:
+            self._note(self.writer.wait())
+            error, self.save_error = self.save_error, None
+            if isinstance(error, FloatingPointError) or self.cfg.save_failure == "stop":
+                raise error
+            self.tracker.remark(f"{error} Training goes on")
+        due = minutes or (self.cfg.save_every and self.progress.step % self.cfg.save_every == 0)
+        return bool(stop), bool(due) and self.room > 1
 
     def _refuse_to_go_on_without_numbers(self) -> None:
         "Raise `FloatingPointError` once a whole row of steps was skipped."
@@ -298,47 +352,24 @@ class Training:
             )
 
     def _save(self, end_of_epoch: bool) -> None:
-        "Raise `FloatingPointError` rather than put parameters that are no numbers in the place of the last good ones."
-        finite = all(bool(local_part(p.detach()).isfinite().all()) for p in self.strategy.model.parameters())
-        if self.world.max(float(not finite)):
-            raise FloatingPointError(
-                f"parameters are no longer finite at step {self.progress.step}, so no checkpoint was made of them; "
-                "lower learning_rate, or use dtype='fp32' or 'bf16'. Earlier checkpoints are intact."
-            )
-        self.tracker.status(activity="saving a checkpoint", **({"state": "stopping"} if self.stop.requested or self.run_dir.stop_requested() else {}))
-        self.saved = save_checkpoint(self.run_dir, self.cfg, self.strategy, self.progress, end_of_epoch)
-        self.tracker.status(activity=None, checkpoint=self.saved.name)
+        "Begin to save; what came of it is noted when it is known."
+        self.beat(IDLE)
+        self._note(self.writer.wait())
+        self.saving_step = self.progress.step
+        self.writer.start(self.progress, end_of_epoch)
+        self.pace.save_began()
 
-# %% ../nbs/06_training.ipynb #32b0dcb7
-class _Interval:
-    "What happened since the last logged step."
+    def _note(self, save: Save | None) -> None:
+        "What came of a save."
+        if save and save.error:
+            self.save_error = save.error
+        elif save:
+            self.save_error = None
+            self.pace.saved(save.seconds)
+            took = {"step": save.step, "bytes": save.bytes, "stall_s": round(save.stall_s, 4), "seconds": round(save.seconds, 3)}
+            self.tracker.status(checkpoint=save.path.name, save=took)
 
-    def __init__(self, strategy: Single) -> None:
-        self._strategy, self._started = strategy, time.perf_counter()
-        self._steps = self._tokens = self._targets = self._cells = 0
-        self._loss = torch.zeros((), dtype=torch.float64, device=strategy.world.device)
-
-    def add(self, step: Step, loss: torch.Tensor) -> None:
-        self._steps, self._tokens = self._steps + 1, self._tokens + step.tokens
-        self._targets, self._cells, self._loss = self._targets + step.targets, self._cells + step.cells, self._loss + loss
-
-    def measure(self, watch: Stopwatch, flops_a_token: float) -> dict[str, Any]:
-        "The measured part of the line. Waits for the GPU. A collective."
-        strategy, device = self._strategy, self._strategy.world.device
-        spent = watch.read()
-        ranks = strategy.world.gather(self._loss.item(), peak_memory(device))
-        seconds = time.perf_counter() - self._started
-        tokens_per_second, best = self._tokens / seconds, peak_flops(device, strategy.dtype)
-        return {
-            "loss": sum(loss for loss, _ in ranks) / max(1, self._targets), "tokens_per_second": round(tokens_per_second, 1),
-            "padding": round(1 - self._tokens / self._cells, 4), "step_s": round(seconds / self._steps, 4),
-            **{f"{phase}_s": round(spent.get(phase, 0.0) / self._steps, 4) for phase in ("data", "forward_backward", "communication", "optimizer")},
-            "peak_memory_gib": [round(peak / 2**30, 3) for _, peak in ranks],
-            "mfu": round(flops_a_token * tokens_per_second / (best * strategy.world.size), 4) if best else None,
-            "skipped_steps": int(strategy.skipped), **({"loss_scale": strategy.loss_scale.value.item()} if strategy.loss_scale.enabled else {}),
-        }
-
-# %% ../nbs/06_training.ipynb #02b865fc
+# %% ../nbs/06_training.ipynb #bc29fd1c
 def main(run_dir: RunDir, stop: StopSignal) -> None:
     "`python -m multigpu_ft.training RUN_DIR`, started by torchrun."
     try:

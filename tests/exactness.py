@@ -139,7 +139,7 @@ def alone_and_together(model, texts):
     worst = {}
     for packing in ("packed", "bucketed", "padded"):
         order = Order.of(config("single"), packing, len(texts), 1)
-        rows, worst[packing] = Epoch(texts, order, 1, 4).rows, 0.0
+        rows, worst[packing] = Epoch(texts, order, 1).rows, 0.0
         for first in range(0, len(rows), 4):
             together = run([[texts[i] for i in row] for row in rows[first : first + 4]], packing)
             expected = torch.cat([alone[i] for row in rows[first : first + 4] for i in row])

@@ -13,8 +13,7 @@ from torch import nn
 
 from multigpu_ft import ConfigError, RunConfig, launch
 from multigpu_ft.batches import collate
-from multigpu_ft.checkpoints import verify_checkpoint
-from multigpu_ft.config import find_checkpoint
+from multigpu_ft.lineage import find_checkpoints, verify_checkpoint
 from multigpu_ft.losses import LossModel, choose_packing, chunked_cross_entropy, self_check
 from multigpu_ft.models import transformer_blocks
 
@@ -213,7 +212,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_good_checkpoi
     with pytest.raises(RuntimeError, match=reason):
         launch(cfg)
     monkeypatch.delenv("PYTHONPATH")
-    checkpoint = find_checkpoint(cfg)
+    checkpoint = find_checkpoints(cfg)[0]
     verify_checkpoint(checkpoint)
     metrics = [json.loads(line) for line in next(run_root.glob("*/metrics.jsonl")).read_text().splitlines()]
     assert checkpoint.name.endswith("epoch-1") and metrics[-1]["loss"] is None and metrics[-1]["skipped_steps"] in (25, *range(1, 8))

@@ -1,0 +1,233 @@
+"""Nothing lost, nothing twice, whatever kills a run. The harness is faults.py; `make faults` runs it at full size."""
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import faults
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multigpu_ft import RunConfig
+from multigpu_ft.batches import Order, TokenizedTexts, epoch_steps
+from multigpu_ft.checkpoints import Progress, next_progress
+from multigpu_ft.lineage import verify_checkpoint
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    return faults.make_material(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def server(material):
+    started = faults.Server(material / "model")
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def kills(material, server):
+    return faults.Kills(material, server)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 50, 10))
+def test_killed_at_any_moment_it_ends_as_if_undisturbed(kills, first_seed):
+    "Parameters, moments, losses and the texts of each step are those of the undisturbed run, to the bit."
+    for seed in range(first_seed, first_seed + 10):
+        kills.trial(seed)
+
+
+def test_killed_under_torchrun_it_ends_as_if_undisturbed(kills):
+    faults.torchrun_trial(kills, 1)
+
+
+def test_stopped_at_any_moment_it_loses_no_step(kills):
+    asked = [kills.stop_trial(seed) for seed in range(8)]
+    assert max(seconds for _, _, seconds in asked) < 30 and len({kind for kind, _, _ in asked}) == 3
+
+
+def test_other_ranks_strategies_and_micro_batches_see_each_text_once(material, server):
+    reshapes = faults.Reshapes(material, server)
+    for seed in range(20):
+        reshapes.trial(seed)
+
+
+def test_a_damaged_checkpoint_is_never_loaded(material, server):
+    damage = faults.Damage(material, server)
+    for seed in range(100):
+        damage.trial(seed, "truncated" if seed % 2 else "removed")
+    for seed in range(300):
+        damage.trial(seed, "flipped")
+
+
+class Numbers:
+    eos_token_id, pad_token_id = 1, 0
+
+    def __call__(self, texts, truncation, max_length):
+        return {"input_ids": [[int(word) for word in text.split()][:max_length] for text in texts]}
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
+    "The data path alone: two slices, two epochs each, interrupted at random steps and gone on with on random numbers of ranks."
+    packing = data.draw(st.sampled_from(["packed", "bucketed", "padded"]))
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=40))
+    texts = TokenizedTexts([" ".join([str(100 + i)] + ["5"] * (n - 1)) for i, n in enumerate(lengths)], Numbers(), 24)
+    cut = data.draw(st.integers(0, len(lengths) - 1))
+    seen, saved, last_step = [], None, 0
+    for start, end in ((0, cut), (cut, len(lengths))):
+        if start == end:
+            continue
+        part = TokenizedTexts([" ".join(map(str, texts[i][:-1] if texts[i][-1] == 1 else texts[i])) for i in range(start, end)], Numbers(), 24)
+        epoch_texts = {1: [], 2: []}
+        done = False
+        while not done:
+            world_size, batch_size, accum_steps = (data.draw(st.integers(1, high)) for high in (4, 3, 3))
+            cfg = RunConfig(start_idx=start, end_idx=end, batch_size=batch_size, accum_steps=accum_steps, max_length=24, packing=packing, num_epochs=2)
+            order = Order.of(cfg, packing, len(part), world_size, part.digest)
+            now = next_progress(Progress(**json.loads(json.dumps(asdict(saved)))), cfg, end, order) if saved else Progress(start, end, 1, order=asdict(order))
+            order, steps_left = Order(**now.order), data.draw(st.integers(1, 8))
+            ranks = [epoch_steps(part, order, cfg, now.epoch, now.position, rank, world_size) for rank in range(world_size)]
+            for of_ranks in itertools.islice(zip(*ranks, strict=True), steps_left):
+                assert len({(step.position, step.targets, len(step.micro_batches)) for step in of_ranks}) == 1, "ranks disagree"
+                ids = [int(t) - 100 for step in of_ranks for batch in step.micro_batches for t in batch["input_ids"].ravel() if t >= 100]
+                assert len(ids) == of_ranks[0].texts
+                epoch_texts[now.epoch] += ids
+                now.position, now.num_rows = of_ranks[0].position, of_ranks[0].num_rows
+                now.step, now.slice_step = now.step + 1, now.slice_step + 1
+            assert now.step > last_step
+            last_step, saved = now.step, now
+            done = now.epoch == 2 and now.position >= now.num_rows
+        assert sorted(epoch_texts[1]) == sorted(epoch_texts[2]) == list(range(start, end))
+        seen += epoch_texts[1]
+    assert sorted(seen) == list(range(len(lengths)))
+    assert [(s["start_idx"], s["end_idx"], s["epochs"]) for s in saved.trained()] == [(a, b, 2) for a, b in ((0, cut), (cut, len(lengths))) if a < b]
+
+
+@contextlib.contextmanager
+def small_disk(size):
+    "A file system of `size` bytes. Skips where none can be mounted."
+    folder = Path(tempfile.mkdtemp(prefix="small-disk-"))
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        folder.rmdir()
+        pytest.skip(f"needs the right to mount a small file system: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+        folder.rmdir()
+
+
+def leave(folder, free):
+    "Fill the disk of `folder` until `free` bytes are left."
+    filler = folder / "filler"
+    filler.unlink(missing_ok=True)
+    with open(filler, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(folder).free - free))
+
+
+FILL = """
+import json, sys, shutil
+from pathlib import Path
+import faults, test_faults
+from multigpu_ft import RunDir
+folder, material = Path(sys.argv[1]), Path(sys.argv[2])
+import os, torch, torch.distributed as dist
+from multigpu_ft.checkpoints import CheckpointWriter, Progress, load_checkpoint
+from multigpu_ft.config import PARTIAL
+from multigpu_ft.losses import LossModel
+from multigpu_ft.models import load_model, load_tokenizer
+from multigpu_ft.optimizers import make_optimizer
+from multigpu_ft.strategies import World, make_strategy
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+world, cfg = World(0, 0, 1, torch.device("cpu")), faults.config(material, folder / "runs", strategy="single", nproc=1)
+strategy, _ = make_strategy(cfg, world, 0)
+strategy.prepare(LossModel(load_model(cfg, load_tokenizer(cfg))), lambda m: make_optimizer(cfg, m))
+for p in strategy.model.parameters():
+    p.grad = torch.ones_like(p)
+strategy.optimizer.step()
+run_dir = RunDir.create(cfg)
+writer = CheckpointWriter(run_dir, cfg, strategy, {})
+def save(step):
+    writer.start(Progress(0, 48, 1, step, step, step, step), end_of_epoch=False)
+    return writer.wait()
+first = save(1)
+real, outcomes, needed = shutil.disk_usage, [], first.bytes
+for free in range(0, first.bytes + 40960, 4096):
+    test_faults.leave(folder, free)
+    for looks in (True, False):  # the second time nobody looks before, so that the disk is full in the middle of the write
+        if not looks:
+            shutil.disk_usage = lambda path: type(real(path))(0, 0, 2**40)
+        found = save(2)
+        shutil.disk_usage = real
+        outcomes.append([free, looks, str(found.error) if found.error else None])
+        names = [p.name for p in (run_dir.path / "checkpoints").iterdir()]
+        assert not any(name.endswith(PARTIAL) for name in names), names
+        assert load_checkpoint(first.path, strategy).step == 1
+        if not found.error:
+            assert load_checkpoint(found.path, strategy).step == 2
+            shutil.rmtree(found.path)
+print(json.dumps({"bytes": first.bytes, "outcomes": outcomes}))
+sys.stdout.flush(); os._exit(0)
+"""
+
+
+def test_a_disk_that_fills_up_at_any_write_costs_only_that_checkpoint(material):
+    "Page by page less room: the save fails with the numbers, leaves nothing, and the older checkpoint loads."
+    with small_disk("2m") as folder:
+        done = subprocess.run([faults.sys.executable, "-c", FILL, folder, material], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    failed = [error for free, _, error in report["outcomes"] if error]
+    assert len(failed) > 100 and any(not error for *_, error in report["outcomes"]), len(failed)
+    for error in failed:
+        assert f"It needs {report['bytes']:,} bytes" in error and "bytes free; older checkpoints are intact" in error
+    blind = [error for free, looks, error in report["outcomes"] if error and not looks]
+    assert len(blind) > 50 and any("No space left" in error for error in blind), blind[:3]
+
+
+@pytest.mark.parametrize("save_failure", ["continue", "stop"])
+def test_training_goes_on_or_stops_when_the_disk_is_full(material, server, save_failure):
+    with small_disk("4m") as folder:
+        cfg = faults.config(material, folder / "runs", num_epochs=6, save_failure=save_failure, keep=1)
+        run_dir, agent = server.start(cfg)
+        while not run_dir.checkpoints():
+            faults.time.sleep(0.005)
+        leave(folder, 0)
+        if save_failure == "continue":
+            while not any("Training goes on" in r for r in run_dir.status().get("remarks", [])) and "Training goes on" not in run_dir.log_file(0).read_text():
+                assert not faults.gone(agent)
+                faults.time.sleep(0.02)
+            (folder / "filler").unlink()
+        faults.wait_for_end(run_dir, agent)
+        verify_checkpoint(run_dir.checkpoints()[0])
+        if save_failure == "continue":
+            assert run_dir.status()["state"] == "done" and run_dir.checkpoints()[0].name.endswith("epoch-6")
+            assert [m["step"] for m in run_dir.metrics()] == list(range(1, 73)), "lines that found no room came later"
+        else:
+            (folder / "filler").unlink()
+            error = "".join(path.read_text() for path in run_dir.path.glob("logs/*.log"))
+            assert "could not be written" in error and "older checkpoints are intact" in error
+
+
+def test_errors_of_the_harness_are_seen(kills):
+    "Two sequences that differ in one text are told apart, else all of the above would prove nothing."
+    expected = kills.expected[0]
+    wrong = {**expected, "texts": [*expected["texts"][:-1], expected["texts"][0]]}
+    with pytest.raises(AssertionError, match="texts differ"):
+        faults.assert_exact(wrong, expected)
+    with pytest.raises(AssertionError, match="repeated"):
+        faults.assert_exact(wrong, wrong)
+    with pytest.raises(AssertionError, match="parameters"):
+        faults.assert_exact({**expected, "state": {}}, expected)
+

@@ -1,0 +1,297 @@
+"""Saving, stopping and going on, as a user meets them: what is said, what is kept, and how a run ends that cannot go on."""
+import json
+import os
+import signal
+import subprocess
+import time
+
+import faults
+import psutil
+import pytest
+from conftest import BIN, NBS, processes, ranks, running, until
+
+from multigpu_ft import CheckpointError, Run, RunConfig, RunFailed, launch
+from multigpu_ft.config import STOPPED_EXIT_CODE
+from multigpu_ft.lineage import verify_checkpoint
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    return faults.make_material(tmp_path_factory.mktemp("material"))
+
+
+@pytest.fixture(scope="module")
+def server(material):
+    started = faults.Server(material / "model")
+    yield started
+    started.close()
+
+
+def remarks(run):
+    return run.status().get("remarks", []) if not isinstance(run, Run) else run.status.get("remarks", [])
+
+
+def error_of(run_dir):
+    return "".join(json.loads(path.read_text())["message"]["message"] for path in sorted(run_dir.path.glob("errors/*.json"))) or run_dir.log_file(0).read_text()
+
+
+# -- going on -------------------------------------------------------------------------------------------------------
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_next_older_taken(material, run_root, capsys):
+    cfg = faults.config(material, run_root)
+    first = launch(cfg)
+    older, newest = first.dir.checkpoints()
+    shard = newest / "rank1.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    again = launch(cfg)
+    assert again.status["resumed_from"] == str(older) and [m["step"] for m in again.metrics] == [23, 24]
+    assert f"checkpoint {newest.name} of {first.name} is damaged: rank1.safetensors has" in remarks(again)[0]
+    assert f"an older one is taken, {older.name}" in remarks(again)[0] and remarks(again)[0] in capsys.readouterr().err, "told in the cell, too"
+    for checkpoint in [*again.dir.checkpoints(), *first.dir.checkpoints()]:
+        (checkpoint / "commit.json").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint can be used: .*commit.json is missing.*resume_file='none' to start from the base model"):
+        launch(cfg)
+
+
+def test_the_ledger_tells_gaps_overlaps_and_repeats_before_training(material, run_root, server, capsys):
+    cfg = faults.config(material, run_root, num_epochs=1, save_every=None)
+    server.finish(cfg.replace(end_idx=16))
+    server.finish(cfg.replace(start_idx=12, end_idx=24))
+    gap = launch(cfg.replace(start_idx=30, end_idx=40, max_steps=1))
+    told = ["rows 24-30 are left out: the slices so far end at row 24, this one starts at row 30"]
+    assert remarks(gap) == told and told[0] in capsys.readouterr().err
+    repeat = server.finish(cfg.replace(end_idx=16))
+    assert remarks(repeat) == [
+        "slice 0-16 was trained before (1 epoch(s)); it is now trained again", "rows 12-16 were trained before, in slice 12-24; they are now trained again",
+        "rows 24-30 were left out so far", "slice 30-40 was left after 40% of epoch 1; this run does not finish it",
+    ][:2] + remarks(repeat)[2:]
+    assert any("slice 30-40 was left after 40% of epoch 1" in r for r in remarks(repeat))
+    checkpoint = json.loads((repeat.checkpoints()[-1] / "progress.json").read_text())
+    assert [(s["start_idx"], s["end_idx"]) for s in checkpoint["trained"]] == [(0, 16), (12, 24), (30, 40), (0, 16)]
+
+
+def test_weights_alone_come_with_a_new_optimizer_and_schedule(material, run_root, server):
+    cfg = faults.config(material, run_root, num_epochs=1, save_every=None, warmup_steps=4, lr_scheduler="linear", end_idx=24)
+    first = server.finish(cfg)
+    kept = server.finish(cfg.replace(start_idx=24, end_idx=48))
+    fresh = server.finish(cfg.replace(start_idx=24, end_idx=48, resume_scope="weights", resume_file=first.checkpoints()[-1].name))
+    assert [m["step"] for m in kept.metrics()] == [m["step"] for m in fresh.metrics()] == list(range(7, 13))
+    assert kept.metrics()[0]["learning_rate"] == 1e-3 and fresh.metrics()[0]["learning_rate"] == 1e-3 / 4, "the warm-up belongs to the optimizer"
+    other = material / "other.jsonl"
+    other.write_text((material / "texts.jsonl").read_text())
+    elsewhere = cfg.replace(dataset=str(other), resume_file=str(first.checkpoints()[-1]))
+    with pytest.raises(CheckpointError, match="belongs to another run .dataset: .*resume_scope='weights'"):
+        launch(elsewhere)
+    assert server.finish(elsewhere.replace(resume_scope="weights")).status()["state"] == "done"
+
+
+def test_files_of_the_original_script_are_taken_up(material, run_root, server):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(material / "model")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    path = material / "opt_0-24-epoch-1.pt"
+    torch.save({"MODEL_STATE": model.state_dict(), "EPOCHS_RUN": 1}, path)
+    cfg = faults.config(material, run_root, strategy="fsdp", num_epochs=1, start_idx=30)
+    base, taken = server.finish(cfg.replace(resume_file="none")), server.finish(cfg.replace(resume_file=str(path)))
+    assert taken.status()["resumed_from"] == str(path) and taken.status()["loss_before"] != base.status()["loss_before"]
+    assert remarks(taken) == ["rows 24-30 are left out: the slices so far end at row 24, this one starts at row 30"]
+    path.write_bytes(path.read_bytes()[:5000])
+    broken = server.finish(cfg.replace(resume_file=str(path)))
+    assert "CheckpointError" in error_of(broken) and "cannot be read as weights saved by torch.save" in error_of(broken)
+
+
+def test_another_tokenizer_or_text_is_refused(material, run_root, server):
+    folder = material / "moved"
+    folder.mkdir()
+    subprocess.run(["cp", "-r", material / "model", material / "texts.jsonl", folder], check=True)
+    cfg = faults.config(folder, run_root, max_steps=3, save_every=None)
+    server.finish(cfg)
+    lines = (folder / "texts.jsonl").read_text().splitlines(keepends=True)
+    (folder / "texts.jsonl").write_text("".join([lines[1], lines[0], *lines[2:]]))
+    changed = server.finish(cfg)
+    assert "its rows would now be in another order (texts: checkpoint" in error_of(changed)
+    (folder / "texts.jsonl").write_text("".join(lines))
+    tokenizer = json.loads((folder / "model" / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["w0"], tokenizer["model"]["vocab"]["w1"] = tokenizer["model"]["vocab"]["w1"], tokenizer["model"]["vocab"]["w0"]
+    (folder / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "belongs to another run (tokenizer: checkpoint" in error_of(server.finish(cfg))
+
+
+def test_a_run_started_again_goes_on_from_its_own_checkpoint(material, run_root, server):
+    "As a cluster starts a killed job again: the same command, the same directory, metrics without a step twice."
+    import shutil
+
+    cfg = faults.config(material, run_root, strategy="fsdp", save_every=5)
+    whole = server.finish(cfg.replace(run_root=str(run_root / "whole")))
+    run_dir, agent = server.start(cfg)
+    until(lambda: len(run_dir.metrics()) >= 8, 30, "8 steps")
+    os.kill(agent, signal.SIGKILL)
+    faults.wait_for_end(run_dir, agent)
+    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "multigpu_ft.training", run_dir.path]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=100)
+    assert [(m["step"], m["loss"]) for m in run_dir.metrics()] == [(m["step"], m["loss"]) for m in whole.metrics()]
+    assert run_dir.status()["state"] == "done" and run_dir.status()["first_step"] == 1
+    shutil.rmtree(run_root / "whole")
+
+
+# -- keeping --------------------------------------------------------------------------------------------------------
+
+def test_the_newest_are_kept_within_the_budget(material, run_root, server):
+    cfg = faults.config(material, run_root, num_epochs=1)
+    first = server.finish(cfg.replace(keep=3, end_idx=24))
+    assert [c.name for c in first.checkpoints()] == ["model_0-24-step-2", "model_0-24-step-4", "model_0-24-epoch-1"]
+    each = sum(p.stat().st_size for p in first.checkpoints()[0].iterdir())
+    second = server.finish(cfg.replace(start_idx=24, keep=3, disk_budget_gb=2.5 * each / 1e9))
+    assert [c.name for c in second.checkpoints()] == ["model_24-48-step-4", "model_24-48-epoch-1"] and not first.checkpoints()
+    third = server.finish(cfg.replace(start_idx=40, keep=1))
+    assert [c.name for c in third.checkpoints()] == ["model_40-48-epoch-1"] and not second.checkpoints()
+
+
+def test_what_a_killed_run_left_half_written_is_cleaned_by_the_next(material, run_root, server):
+    cfg = faults.config(material, run_root, save_every=1)
+    for _ in range(20):
+        run_dir, agent = server.start(cfg)
+        until(lambda: list(run_dir.path.glob("checkpoints/*.partial")) or faults.gone(agent), 30, "a save")  # noqa: B023
+        with faults.contextlib.suppress(ProcessLookupError):
+            os.killpg(agent, signal.SIGKILL)
+        faults.wait_for_end(run_dir, agent)
+        if list(run_dir.path.glob("checkpoints/*.partial")):
+            break
+    else:
+        raise AssertionError("never killed in the middle of a save")
+    server.finish(cfg)
+    assert not list(run_root.glob("*/checkpoints/*.partial"))
+
+
+# -- stopping -------------------------------------------------------------------------------------------------------
+
+def test_max_hours_stops_in_time_saves_and_says_so(material, run_root):
+    "From a terminal: exit code 75, and the command that goes on."
+    data = ["--model", str(material / "model"), "--dataset", str(material / "texts.jsonl"), "--run-root", str(run_root), "--max-length", "32"]
+    started = time.monotonic()
+    command = [BIN / "multigpu-ft", "train", *data, "--num-epochs", "2000", "--max-hours", "0.008", "--packing", "padded"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == STOPPED_EXIT_CODE, done.stderr
+    assert time.monotonic() - started < 0.008 * 3600 + 10
+    run = Run(next(run_root.iterdir()))
+    assert run.state == "stopped" and run.status["checkpoint"].endswith(f"step-{run.status['slice_step']}")
+    verify_checkpoint(run.dir.checkpoints()[-1])
+    assert "beyond max_hours=0.008; it stops and saves after about step" in done.stderr and "go on     multigpu-ft train --run-root" in done.stdout
+    again = [BIN / "multigpu-ft", *done.stdout[done.stdout.index("go on     multigpu-ft ") + 22 :].split(), "--max-hours", "1", "--max-steps", "2"]
+    assert subprocess.run(again, capture_output=True, text=True, timeout=120).returncode == 0
+    assert Run(max(run_root.iterdir(), key=lambda p: p.stat().st_mtime)).metrics[0]["step"] == run.status["step"] + 1
+
+
+def test_sigterm_to_the_command_saves(material, run_root):
+    data = ["--model", str(material / "model"), "--dataset", str(material / "texts.jsonl"), "--run-root", str(run_root), "--max-length", "32"]
+    process = subprocess.Popen([BIN / "multigpu-ft", "train", *data, "--num-epochs", "2000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    running(run_root)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    shown, _ = process.communicate(timeout=30)
+    assert process.returncode == STOPPED_EXIT_CODE and time.monotonic() - asked < 15, shown
+    run = Run(next(run_root.iterdir()))
+    assert run.state == "stopped" and run.status["checkpoint"].endswith(f"step-{run.status['slice_step']}") and not processes(run_root)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_stopped_process_is_found_within_the_timeout(run_root, strategy):
+    "SIGSTOP, the purest hang: the rank neither answers its peers nor hears SIGTERM."
+    run = launch(RunConfig(run_root=str(run_root), strategy=strategy, timeout_s=6, packing="padded"), wait=False)
+    run_dir = running(run_root)
+    psutil.Process(ranks(run_dir)[1]).suspend()
+    stopped = time.monotonic()
+    with pytest.raises(RunFailed, match=r"rank 1 hangs in step \d+: it was stopped by a signal. No rank has come any further for timeout_s=6 s") as caught:
+        run.wait(60)
+    assert time.monotonic() - stopped < 16 and not processes(run_root)
+    step = int(str(caught.value).split("in step ")[1].split(":")[0])
+    assert abs(step - run.metrics[-1]["step"]) <= 2
+
+
+HANG = """
+import os, sys
+if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
+    from multigpu_ft import batches
+    original = batches.epoch_steps
+    def hanging(*arguments):
+        for number, step in enumerate(original(*arguments), 1):
+            if number == 4:
+                import threading; threading.Event().wait()
+            yield step
+    batches.epoch_steps = hanging
+"""
+
+
+def test_a_rank_that_waits_for_ever_is_named_with_its_stack(run_root, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(HANG)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RunFailed, match="rank 1 hangs in step 3. No rank has come any further for timeout_s=6 s .rank 0 in step 4, .*; rank 1 in step 3, data"):
+        launch(RunConfig(run_root=str(run_root), strategy="ddp", timeout_s=6, packing="padded"))
+    assert "in hanging" in Run(next(run_root.iterdir())).logs(1)
+
+
+OUT_OF_MEMORY = """
+import os, sys
+if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
+    import torch
+    from multigpu_ft import losses
+    original, calls = losses.LossModel.forward, []
+    def hungry(self, input_ids, **inputs):
+        calls.append(1)
+        if len(calls) > 12 and torch.is_grad_enabled() and len(input_ids) > LIMIT:
+            raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+        return original(self, input_ids, **inputs)
+    losses.LossModel.forward = hungry
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(material, run_root, tmp_path, monkeypatch, server, strategy):
+    "The global batch, and with it the curve, is kept."
+    if not (material / "smooth").exists():
+        faults.Reshapes(material, server)
+    cfg = faults.config(material, run_root, model=str(material / "smooth"), strategy=strategy, batch_size=4, save_every=3)
+    plain = server.finish(cfg.replace(run_root=str(run_root / "plain")))
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "2"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = launch(cfg)
+    assert (run.state, run.dir.config().batch_size, run.dir.config().accum_steps) == ("done", 2, 2)
+    assert any("rank 1 ran out of memory in step" in r and "batch_size 4 -> 2, accum_steps 1 -> 2" in r for r in remarks(run))
+    assert [m["step"] for m in run.metrics] == list(range(1, 13))
+    assert all(abs(a["loss"] - b["loss"]) / b["loss"] < 1e-5 for a, b in zip(run.metrics, plain.metrics(), strict=True))
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "0"))
+    with pytest.raises(RunFailed, match="rank 1 ran out of memory in step .* with batch_size=1.*activation_checkpointing='full'"):
+        launch(cfg.replace(batch_size=2, resume_file="none"))
+
+
+# -- slices ---------------------------------------------------------------------------------------------------------
+
+def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path):
+    "The driver is killed with SIGKILL in its second slice; the same command again finishes, and one schedule spans all."
+    (tmp_path / "nbs").mkdir()
+    for name in ("train.ipynb", "slices.ipynb"):
+        (tmp_path / "nbs" / name).write_text((NBS / name).read_text())
+    data = ["--model", material / "model", "--dataset", material / "texts.jsonl", "--run-root", run_root, "--size", "20", "--max-length", "32"]
+    how = "--num-epochs 15 --save-every 2 --lr-scheduler linear --packing padded --batch-size 1 --json".split()
+    command = list(map(str, [BIN / "multigpu-ft", "slices", *data, *how]))
+    driver = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    folder = run_root / "slices_model_texts_20"
+    until(lambda: [p for p in folder.glob("model_20-40/metrics.jsonl") if p.read_text().count("\n") > 5], 90, "the second slice trains")
+    driver.kill()
+    driver.communicate()
+    until(lambda: not processes(run_root), 15, "papermill, its kernel and the ranks gone after their driver")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["state"] == "done" and [row["slice"] for row in report["slices"]] == ["0-20", "20-40", "40-48"]
+    assert [row["runs"] for row in report["slices"]] == [1, 2, 1] and [row["steps"] for row in report["slices"]] == [150, 150, 60]
+    assert sorted(p.name for p in folder.glob("*.ipynb")) == ["slice-0-20.ipynb", "slice-20-40.ipynb", "slice-40-48.ipynb"] and (folder / "loss.png").exists()
+    runs = sorted((Run(p.parent) for p in folder.glob("*/config.json")), key=lambda r: r.status["launched"])
+    losses, _ = faults.lineage([r.dir for r in runs])
+    rates = {m["step"]: m["learning_rate"] for r in runs for m in r.metrics}
+    assert len(losses) == len(rates) == 360
+    assert all(rates[s] > rates[s + 1] for s in range(1, 360)) and rates[360] < 0.01 * rates[1], "one schedule over all slices"
