@@ -46,6 +46,7 @@ def rank(strategy_name, rounds, report):
     strategy.prepare(LossModel(model), lambda m: make_optimizer(cfg, m))
     ids = torch.arange(64).reshape(1, 64)
     batch = {"input_ids": ids, "predictors": torch.arange(63), "targets": torch.arange(1, 64)}
+    apart = dist.new_group(backend="gloo")  # dcp.async_save's own thread must not meet a step's collectives
     if world.is_main:
         RunDir.create(cfg)
     dist.barrier()
@@ -65,7 +66,7 @@ def rank(strategy_name, rounds, report):
             writer.wait()
         stall = time.perf_counter() - begun
         steps = []
-        while not wait and writer._thread.is_alive():  # steps while it is being written
+        while not wait and world.sum(writer._thread.is_alive())[0]:  # steps while it is being written
             before = time.perf_counter()
             step()
             steps.append(time.perf_counter() - before)
@@ -92,9 +93,9 @@ def rank(strategy_name, rounds, report):
                 dcp.save({"model": found, "optimizer": optim}, checkpoint_id=path)
                 stall = seconds = time.perf_counter() - begun
             else:
-                future = dcp.async_save({"model": found, "optimizer": optim}, checkpoint_id=path)
+                future = dcp.async_save({"model": found, "optimizer": optim}, checkpoint_id=path, process_group=apart)
                 stall = time.perf_counter() - begun
-                while not future.done():
+                while world.sum(not future.done())[0]:
                     step()
                 future.result()
                 seconds = time.perf_counter() - begun
@@ -111,6 +112,8 @@ def rank(strategy_name, rounds, report):
             dist.barrier()
             found = ours(arm != "ours") if arm.startswith("ours") else theirs(arm)
             slowest = {k: max(v for v in vs) for k in found if None not in (vs := everybodys(dist, world, found[k]))}
+            if world.is_main:
+                print(f"{strategy_name}, round {number}, {arm}: {slowest}", flush=True)
             if number:
                 taken[arm].append(slowest)
         before = time.perf_counter()

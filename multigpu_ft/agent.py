@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['root_cause', 'Watchdog', 'smaller_micro_batch', 'process_count', 'main']
 
-# %% ../nbs/06a_agent.ipynb #cc1a8671
+# %% ../nbs/06a_agent.ipynb #70be143b
 from .config import STOPPED_EXIT_CODE, RunConfig, RunDir, write_json
 from .processes import AGENT_PID_VARIABLE, IDLE, is_running, is_stopped, read_beat, read_error, watch_parent
 
 _ORPHAN_GRACE_S = 4.0
+_SAVE_GRACE_S = 300  # after a SIGTERM; a rank that has nothing to save goes at once
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
 if _IS_COMMAND:
     import sys
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -115,7 +117,7 @@ def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]
         failure.update(type=error["type"], text=error["text"], clear=error["clear"], traceback=error["py_callstack"])
     return failure
 
-# %% ../nbs/06a_agent.ipynb #b5826e31
+# %% ../nbs/06a_agent.ipynb #eabe6aa9
 _LOOK_EVERY_S, _STRAGGLER_GRACE_S = 0.5, 3.0
 
 
@@ -142,11 +144,13 @@ class Watchdog(threading.Thread):
                 return
             if any(self._run_dir.path.glob("errors/*.json")):
                 failed_since = failed_since or now
-                if now - failed_since >= _STRAGGLER_GRACE_S:
-                    for rank in self._stopped():
+                for rank, pid in enumerate(self._pids()):
+                    if now - failed_since >= _STRAGGLER_GRACE_S and is_stopped(pid):
                         text = f"rank {rank} was stopped by a signal and did not answer its peers"
                         self.failure = self.failure or {"rank": rank, "exitcode": None, "text": text}
-                        os.kill(self._pids()[rank], signal.SIGKILL)
+                        os.kill(pid, signal.SIGKILL)
+                    elif now - failed_since >= 2 * _STRAGGLER_GRACE_S and is_running(pid):  # deaf for another reason
+                        os.kill(pid, signal.SIGKILL)
 
     def _pids(self) -> list[int]:
         return self._run_dir.status().get("pids", {}).get("ranks", [])
@@ -215,7 +219,7 @@ def _prepare_retry(run_dir: RunDir, cfg: RunConfig, smaller: RunConfig, failure:
     for path in run_dir.path.glob("logs/rank*.log"):
         path.rename(folder / path.name)
 
-# %% ../nbs/06a_agent.ipynb #73fab0d4
+# %% ../nbs/06a_agent.ipynb #4a00d637
 def process_count(cfg: RunConfig) -> int:
     "Ranks to start: `nproc`; else 1 for `single`, else one per GPU, else 2."
     return cfg.nproc or (1 if cfg.strategy == "single" else torch.cuda.device_count() or 2)
@@ -246,7 +250,7 @@ def _launch(run_dir: RunDir, cfg: RunConfig, nproc: int) -> dict[str, Any] | Non
     "Start the ranks and wait for their end. Returns their failure, if it was one."
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=run_dir.name, rdzv_backend="loopback", max_restarts=0, monitor_interval=0.1,
-        logs_specs=_RunDirLogs(run_dir),
+        logs_specs=_RunDirLogs(run_dir), **({"shutdown_timeout": _SAVE_GRACE_S} if "shutdown_timeout" in signature(LaunchConfig).parameters else {}),
     )
     watchdog = Watchdog(run_dir, nproc, cfg.timeout_s)
     watchdog.start()

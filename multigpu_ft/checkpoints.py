@@ -6,7 +6,7 @@
 __all__ = ['Progress', 'next_progress', 'Save', 'CheckpointWriter', 'checkpoint_bytes', 'room_for', 'find_damage',
            'load_checkpoint']
 
-# %% ../nbs/04_checkpoints.ipynb #099b0f76
+# %% ../nbs/04_checkpoints.ipynb #cfb9f07a
 import json
 import random
 import shutil
@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from .batches import Order
@@ -164,7 +164,7 @@ def _share(tensors: dict[str, torch.Tensor], world: World) -> dict[str, _Piece]:
             mine[name] = piece
     return mine
 
-# %% ../nbs/04_checkpoints.ipynb #04e75db5
+# %% ../nbs/04_checkpoints.ipynb #e450e14e
 @dataclass
 class Save:
     "A save, finished or in progress."
@@ -265,7 +265,7 @@ class CheckpointWriter:
                 save.path, save.deleted = written[0]
             elif self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
-        except RuntimeError as error:  # a peer is gone; its end is the run's
+        except Exception as error:  # a peer is gone; its end is the run's
             save.error = error
         save.seconds = time.perf_counter() - begun
 
@@ -280,9 +280,9 @@ class CheckpointWriter:
             return do(save, *arguments)
         except FloatingPointError as error:
             return error
-        except (OSError, SafetensorError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, it must not end training unheard
             free = shutil.disk_usage(self._run_dir.path).free
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
             return CheckpointError(
                 f"checkpoint {save.name} could not be written: {reason}. It needs {save.bytes:,} bytes, {self._run_dir.path} has {free:,} bytes free; "
                 "older checkpoints are intact."
@@ -311,15 +311,21 @@ class CheckpointWriter:
             if held + save.bytes > budget:
                 raise OSError(0, f"disk_budget_gb={self._cfg.disk_budget_gb:g} holds {held:,} bytes of checkpoints already")
         if shutil.disk_usage(self._run_dir.path).free < save.bytes:
+            save.deleted += retire(self._run_dir, keep=1)
+        if shutil.disk_usage(self._run_dir.path).free < save.bytes:
             raise OSError(0, "the disk is too full")
 
     def _commit(self, save: Save, partial: Path, told: dict[str, Any], files: dict[str, dict[str, Any]]) -> tuple[Path, list[str]]:
         write_json(partial / PROGRESS_FILE, told)
         flush(partial / PROGRESS_FILE)
         path = commit(partial, self._fingerprint, {**files, PROGRESS_FILE: digest(partial / PROGRESS_FILE)})
-        return path, save.deleted + retire(self._run_dir, self._cfg.keep)
+        try:
+            return path, save.deleted + retire(self._run_dir, self._cfg.keep)
+        except OSError as error:  # somebody else's file, perhaps; this checkpoint is complete all the same
+            print(f"older checkpoints could not be deleted: {error}", flush=True)
+            return path, save.deleted
 
-# %% ../nbs/04_checkpoints.ipynb #d04aa575
+# %% ../nbs/04_checkpoints.ipynb #5508168f
 def checkpoint_bytes(cfg: RunConfig, strategy: Single) -> int:
     "What a checkpoint will take, before there is one: parameters and AdamW's two moments."
     parameters = list(strategy.model.parameters())
@@ -327,24 +333,26 @@ def checkpoint_bytes(cfg: RunConfig, strategy: Single) -> int:
     return sum(p.numel() * p.element_size() for p in parameters) + moments
 
 
-def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single) -> int:
-    """How many more checkpoints disk and budget hold, next to the export. A collective.
+def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | None) -> int:
+    """How many checkpoints disk and budget hold at once, next to the export. `origin`, the one the run goes on from, is one of them until there is a newer one.
+    A collective.
 
-    Raises `CheckpointError` with the sizes if that is none.
+    Raises `CheckpointError` with the sizes if there is no room for a new one.
     """
     each = checkpoint_bytes(cfg, strategy)
     export = sum(p.numel() for p in strategy.model.parameters()) * strategy.dtype.itemsize
-    held, free = sum(map(size, kept_checkpoints(run_dir))), shutil.disk_usage(run_dir.path).free
+    held = size(origin) if origin and origin.is_relative_to(run_dir.path.parent) and origin.is_dir() else 0  # all older ones may go
+    free = shutil.disk_usage(run_dir.path).free
     room, limit = free - export, f"{run_dir.path} has {free / 2**30:.1f} GiB free"
     if cfg.disk_budget_gb and cfg.disk_budget_gb * 1e9 - held < room:
         room, limit = cfg.disk_budget_gb * 1e9 - held, f"disk_budget_gb={cfg.disk_budget_gb:g} already holds {held / 2**30:.1f} GiB"
-    count = int(-strategy.world.max(-(room // each)))
-    if count < 1:
+    more = int(-strategy.world.max(-(room // each)))
+    if more < 1:
         raise CheckpointError(
             f"a checkpoint needs {each / 2**30:.1f} GiB and the export {export / 2**30:.1f} GiB, but {limit}: "
             "delete or move away older runs, or move run_root to a larger disk."
         )
-    return count
+    return more + bool(held)
 
 # %% ../nbs/04_checkpoints.ipynb #21f9884a
 class _Pieces:

@@ -59,7 +59,7 @@ def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
         print(describe(run))
     return result
 
-# %% ../nbs/13_cli.ipynb #9c70490c
+# %% ../nbs/13_cli.ipynb #d611b3b1
 def describe(run: Run) -> str:
     "What came of `run`, in a few lines: state, loss before and after on the texts of its first step, and where its results lie."
     status, path = run.status, run.dir.path
@@ -81,7 +81,7 @@ def describe(run: Run) -> str:
 def flags(cfg: RunConfig) -> str:
     "The flags that spell out `cfg`; its name and where it resumed from are its own."
     changed = {k: v for k, v in changed_settings(cfg).items() if k not in ("run_name", "resume_file", "resume_scope")}
-    return shlex.join(word for k, v in changed.items() if v is not None for word in _flag(k, v))
+    return shlex.join(word for k, v in changed.items() for word in _flag(k, v))
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -60,7 +60,7 @@ def refuse_secrets(values: dict[str, Any]) -> None:
         ):
             raise ConfigError(f"the value of {name!r} has the shape of an access token; {_SECRET_REMEDY}.")
 
-# %% ../nbs/00_config.ipynb #0751e539
+# %% ../nbs/00_config.ipynb #545e4c71
 def _field(
     default: Any, group: str, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> Any:
@@ -70,6 +70,9 @@ def _field(
 BUILTIN_MODEL = "builtin:opt-tiny"
 BUILTIN_DATASET = "builtin:python-docs"
 _FROM_SCRATCH_LR, _PRETRAINED_LR = 1e-3, 2e-5
+
+
+_MAY_BE_NONE = ("max_grad_norm", "save_minutes")  # empty means something else than left out; papermill can say that with "none" only
 
 
 class RunConfig(BaseModel):
@@ -169,6 +172,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _resolve_learning_rate(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = {k: None if v == "none" and k in _MAY_BE_NONE else v for k, v in values.items()}
         if values.get("learning_rate") is None:
             scratch = str(values.get("model", BUILTIN_MODEL)).startswith("builtin:")
             values = {**values, "learning_rate": _FROM_SCRATCH_LR if scratch else _PRETRAINED_LR}
@@ -281,7 +285,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# %% ../nbs/00_config.ipynb #11090bfd
+# %% ../nbs/00_config.ipynb #4b8cb8af
 COMMIT_FILE, PARTIAL = "commit.json", ".partial"  # a checkpoint that is being written, or taken away, has a name that ends so
 LIVE_STATES = ("starting", "running", "stopping")
 FINAL_STATES = ("done", "stopped", "failed")
@@ -302,7 +306,7 @@ class RunDir:
     "Paths and small files of one run directory; the only place that knows its layout."
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).absolute()
+        self.path = Path(path).resolve()
 
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
@@ -324,7 +328,7 @@ class RunDir:
         run_dir = cls(root / name)
         for folder in ("logs", "errors", "beats", "checkpoints", "export", "report"):
             (run_dir.path / folder).mkdir()
-        write_json(run_dir.path / "config.json", {**cfg.model_dump(), "run_name": name})
+        write_json(run_dir.path / "config.json", {**cfg.model_dump(), "run_root": str(run_dir.path.parent), "run_name": name})
         return run_dir
 
     @property

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['export_model', 'hub_token', 'push_export', 'load_foreign']
 
-# %% ../nbs/04b_exports.ipynb #113d9b9f
+# %% ../nbs/04b_exports.ipynb #9c81548c
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from .config import CheckpointError, RunDir
 from .strategies import Single
 
-# %% ../nbs/04b_exports.ipynb #8dc6f825
+# %% ../nbs/04b_exports.ipynb #96145ed1
 def export_model(run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Write model and tokenizer to `run_dir`'s export folder, as safetensors in the compute dtype. A collective; rank 0 writes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -34,7 +35,10 @@ def export_model(run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokeniz
         shell.generation_config = trained.generation_config
         shell.save_pretrained(partial, state_dict={name: tensor.to(strategy.dtype) for name, tensor in full.items()})
         tokenizer.save_pretrained(partial)
-        os.rename(partial, folder)  # over the empty folder: what is in export/ is whole
+        replaced = run_dir.path / "export.replaced"
+        os.rename(folder, replaced)  # empty, or of an attempt before this one
+        os.rename(partial, folder)  # what is in export/ is whole
+        shutil.rmtree(replaced)
     dist.barrier()
     return folder
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RunFailed', 'run_failure', 'tail', 'LiveLine', 'recipe', 'changed_settings', 'progress_line', 'Run', 'loss_figure',
-           'save_png', 'launch']
+           'figures_as_png', 'save_png', 'launch']
 
 # %% ../nbs/10_launcher.ipynb #ed57e966
 import os
@@ -72,7 +72,7 @@ def tail(path: Path, lines: int = 12) -> str:
     except FileNotFoundError:
         return "(empty)"
 
-# %% ../nbs/10_launcher.ipynb #8eb5c4f5
+# %% ../nbs/10_launcher.ipynb #ec4109d7
 class LiveLine:
     "Text that is shown once and then updated."
 
@@ -131,7 +131,10 @@ def recipe(name: str = "train.ipynb") -> Path:
 def changed_settings(cfg: RunConfig) -> dict[str, Any]:
     "The fields of `cfg` that are not what they would be by default."
     plain = {**RunConfig(model=cfg.model).model_dump(), "model": RunConfig().model}
-    return {k: v for k, v in cfg.model_dump().items() if v != plain[k]}
+    changed = {k: v for k, v in cfg.model_dump().items() if v != plain[k]}
+    if Path(cfg.run_root).absolute() == Path(plain["run_root"]).absolute():
+        changed.pop("run_root", None)
+    return changed
 
 
 def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]]) -> str:
@@ -154,7 +157,7 @@ def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]
         parts.append(status["activity"])
     return " · ".join(parts)
 
-# %% ../nbs/10_launcher.ipynb #88158c26
+# %% ../nbs/10_launcher.ipynb #510cfaf6
 _STOP_GRACE_S = 7.0  # ranks have to be gone 10 s after an interrupt, unless a step is longer or a checkpoint is being written
 _SAVE_GRACE_S = 300.0
 
@@ -225,13 +228,17 @@ class Run:
         self.dir.request_stop()
         asked = time.monotonic()
         recent = self.dir.recent_metrics(2)
-        step_s = recent[-1]["time"] - recent[0]["time"] if recent else 0.0
+        step_s = recent[-1]["step_s"] if recent else 0.0
+        busy = 0.0  # when a rank was last seen saving
         try:
             while self._alive():
                 status = self.status
                 waited = time.monotonic() - asked
-                saving = bool(status.get("activity"))
-                if status["state"] == "starting" or waited > (_SAVE_GRACE_S if saving else max(_STOP_GRACE_S, 2 * step_s + 5)):
+                if status.get("activity"):
+                    busy = time.monotonic()
+                saving = time.monotonic() - busy < 2  # one activity may follow another
+                save_s = _SAVE_GRACE_S + 2 * status.get("checkpoint_bytes", 0) / 50e6  # a save in flight and the last one, on a slow disk
+                if status["state"] == "starting" or waited > (save_s if saving else max(_STOP_GRACE_S, 2 * step_s + 5)):
                     self.kill()
                 else:
                     line.show(lambda: f"{self._line()} · stopping, interrupt again to kill")
@@ -256,10 +263,7 @@ class Run:
 
     def plot(self) -> Any:
         "The loss over steps as a matplotlib figure, which a notebook shows."
-        if shell := _notebook_shell():
-            from IPython.core.pylabtools import select_figure_formats
-
-            select_figure_formats(shell, {"png"})
+        figures_as_png()
         return loss_figure(self.metrics, self.name)
 
     def next_slice(self) -> str | None:
@@ -272,7 +276,7 @@ class Run:
         if end - start != RunConfig().slice_size and end < self.status["num_rows"]:
             changed["slice_size"] = end - start
         first = end if self.state == "done" else start
-        words = [word for k, v in {"start_idx": first, **changed}.items() if v is not None for word in ("-p", k, str(v))]
+        words = [word for k, v in {"start_idx": first, **changed}.items() for word in ("-p", k, "none" if v is None else str(v))]
         return shlex.join(["papermill", str(recipe()), f"slice-{first}.ipynb", *words])
 
     def _line(self) -> str:
@@ -283,11 +287,16 @@ class Run:
         pids, found = self.status.get("pids", {}), []
         for pid in [pids.get("agent"), *pids.get("ranks", [])]:
             try:
-                if pid and is_running(pid) and str(self.dir.path) in psutil.Process(pid).cmdline():
-                    found.append(psutil.Process(pid))
-            except psutil.NoSuchProcess:
+                if pid and is_running(pid) and self._is_named(process := psutil.Process(pid)):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
                 pass
         return found
+
+    def _is_named(self, process: psutil.Process) -> bool:
+        "Whether the last word of its command line is this run's directory, seen from where it was started."
+        words = process.cmdline()
+        return bool(words) and Path(process.cwd(), words[-1]).resolve() == self.dir.path
 
     def _alive(self) -> bool:
         "Whether the agent, and with it the run, lives."
@@ -326,7 +335,7 @@ class Run:
 
             display(Image(data=path.read_bytes()))
 
-# %% ../nbs/10_launcher.ipynb #e3d0fb41
+# %% ../nbs/10_launcher.ipynb #19c8741a
 def loss_figure(metrics: list[dict[str, Any]], title: str) -> Any:
     "Loss over steps of `metrics`, with a running mean, as a matplotlib `Figure`."
     import numpy as np
@@ -348,6 +357,14 @@ def loss_figure(metrics: list[dict[str, Any]], title: str) -> Any:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
+
+
+def figures_as_png() -> None:
+    "Have a notebook show figures as pictures."
+    if shell := _notebook_shell():
+        from IPython.core.pylabtools import select_figure_formats
+
+        select_figure_formats(shell, {"png"})
 
 
 def save_png(figure: Any, path: Path) -> None:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROGRESS_FILE', 'digest', 'flush', 'commit', 'discard', 'verify_checkpoint', 'read_progress', 'fingerprint',
-           'difference', 'is_foreign', 'find_checkpoints', 'damaged', 'ledger_remarks', 'size', 'ancestry',
-           'kept_checkpoints', 'retire', 'sweep']
+           'difference', 'is_foreign', 'find_checkpoints', 'damaged', 'ledger_remarks', 'size', 'kept_checkpoints',
+           'retire', 'sweep']
 
 # %% ../nbs/00b_lineage.ipynb #a8db6921
 import hashlib
@@ -22,7 +22,7 @@ from multigpu_ft.config import (
 )
 from .processes import is_running
 
-# %% ../nbs/00b_lineage.ipynb #cd9819e4
+# %% ../nbs/00b_lineage.ipynb #5dccaf56
 PROGRESS_FILE = "progress.json"
 
 
@@ -43,7 +43,8 @@ def flush(path: Path) -> None:
 
 def commit(partial: Path, stored: dict[str, Any], files: dict[str, dict[str, Any]]) -> Path:
     "Make a checkpoint of the flushed `files` in `partial`; `stored` is its fingerprint. Returns its path, that of `partial` without the ending."
-    record = {"time": time.time(), "fingerprint": stored, "files": files}
+    # to the microsecond: of more digits, the last may change and still be the same number, unnoticed
+    record = {"time": round(time.time(), 6), "fingerprint": stored, "files": files}
     write_json(partial / COMMIT_FILE, {"commit": record, "sha256": commit_digest(record)})
     flush(partial / COMMIT_FILE)
     flush(partial)
@@ -108,7 +109,7 @@ def difference(stored: dict[str, Any], wanted: dict[str, Any], scope: str = "all
     counts = [name for name in wanted if scope == "all" or name in ("model", "revision", "tokenizer")]
     return "; ".join(f"{name}: checkpoint {stored.get(name)!r}, this run {wanted[name]!r}" for name in counts if stored.get(name) != wanted[name])
 
-# %% ../nbs/00b_lineage.ipynb #589f04d7
+# %% ../nbs/00b_lineage.ipynb #595c514d
 _FOREIGN = (".pt", ".pth")
 
 
@@ -146,7 +147,12 @@ def find_checkpoints(cfg: RunConfig, run_dir: RunDir | None = None) -> list[Path
     found = _saved_under(Path(cfg.run_root))
     if cfg.resume_file == "auto":
         return own + [c for c in found if c not in own and _belongs(c, cfg)]
-    return [*own, _named(cfg, found)]
+    try:
+        return [*own, _named(cfg, found)]
+    except CheckpointError:
+        if own:  # what it began with may be gone by now
+            return own
+        raise
 
 
 def _named(cfg: RunConfig, found: list[Path]) -> Path:
@@ -209,26 +215,27 @@ def ledger_remarks(trained: list[dict[str, Any]], start_idx: int, end_idx: int) 
         )
     return remarks
 
-# %% ../nbs/00b_lineage.ipynb #2216677b
+# %% ../nbs/00b_lineage.ipynb #4da24a56
 def size(checkpoint: Path) -> int:
     "Bytes on the disk."
     return sum(p.stat().st_size for p in checkpoint.iterdir())
 
 
-def ancestry(run_dir: RunDir) -> list[RunDir]:
-    "The run, the one it goes on from, and so on, as far as they lie in the same folder."
-    chain = [run_dir]
-    while origin := chain[-1].status().get("resumed_from"):
-        parent = RunDir(Path(origin).parents[1])
-        if parent.path.parent != run_dir.path.parent or not (parent.path / "config.json").exists() or any(parent.path == r.path for r in chain):
-            break
-        chain.append(parent)
-    return chain
-
-
 def kept_checkpoints(run_dir: RunDir) -> list[Path]:
-    "The checkpoints of a run and its ancestors, newest first."
-    return sorted((c for run in ancestry(run_dir) for c in run.checkpoints()), key=saved_at, reverse=True)
+    """The checkpoints of a run and, up to the one it went on from, of its ancestors, newest first.
+
+    Ancestors are looked for in the same folder, and a run that is still alive is nobody's: it may need all it has.
+    """
+    found, seen, child = run_dir.checkpoints(), [run_dir.path], run_dir
+    while origin := child.status().get("resumed_from"):
+        origin = Path(origin)
+        parent = RunDir(origin.parents[1]) if origin.is_dir() and len(origin.parents) > 1 else None
+        if not parent or parent.path.parent != run_dir.path.parent or not (parent.path / "config.json").exists() or parent.path in seen or _is_alive(parent):
+            break
+        found += [c for c in parent.checkpoints() if saved_at(c) <= saved_at(origin)]
+        seen.append(parent.path)
+        child = parent
+    return sorted(found, key=saved_at, reverse=True)
 
 
 def retire(run_dir: RunDir, keep: int, budget: float | None = None, coming: int = 0) -> list[str]:
@@ -246,12 +253,15 @@ def retire(run_dir: RunDir, keep: int, budget: float | None = None, coming: int 
 def sweep(root: Path) -> None:
     "Delete what dead runs under `root` left half-written."
     for partial in root.glob(f"*/checkpoints/*{PARTIAL}"):
-        status = RunDir(partial.parents[1]).status()
-        pids = [p for p in [status.get("pids", {}).get("agent"), *status.get("pids", {}).get("ranks", [])] if p]
-        here = status.get("host") in (None, socket.gethostname())
-        alive = any(map(is_running, pids)) if here else time.time() - status.get("heartbeat", 0) < _SILENCE_S
-        if status["state"] not in LIVE_STATES or not alive:
+        if not _is_alive(RunDir(partial.parents[1])):
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_alive(run_dir: RunDir) -> bool:
+    status = run_dir.status()
+    pids = [p for p in [status.get("pids", {}).get("agent"), *status.get("pids", {}).get("ranks", [])] if p]
+    here = status.get("host") in (None, socket.gethostname())
+    return status["state"] in LIVE_STATES and (any(map(is_running, pids)) if here else time.time() - status.get("heartbeat", 0) < _SILENCE_S)
 
 
 _SILENCE_S = 3600  # a run of another machine is dead if it has said nothing for so long

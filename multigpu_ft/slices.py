@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['merged_metrics', 'Slices', 'run_slices']
 
-# %% ../nbs/10a_slices.ipynb #69bf68da
+# %% ../nbs/10a_slices.ipynb #3377daa2
 import os
 import subprocess
 import sys
@@ -15,8 +15,8 @@ from typing import Any
 
 from .config import LIVE_STATES, ConfigError, DataError, RunConfig, short_name
 from .data import count_rows
-from .launcher import LiveLine, Run, RunFailed, changed_settings, loss_figure, progress_line, recipe, run_failure, save_png, tail
-from .lineage import find_checkpoints
+from .launcher import LiveLine, Run, RunFailed, changed_settings, figures_as_png, loss_figure, progress_line, recipe, run_failure, save_png, tail
+from .lineage import difference, find_checkpoints, fingerprint
 
 # %% ../nbs/10a_slices.ipynb #78cf5fe7
 def merged_metrics(runs: list[Run]) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def _mean_loss(metrics: list[dict[str, Any]]) -> float | None:
     losses = [m["loss"] for m in metrics if m["loss"] is not None]
     return round(sum(losses) / len(losses), 4) if losses else None
 
-# %% ../nbs/10a_slices.ipynb #4cf07280
+# %% ../nbs/10a_slices.ipynb #5f473821
 _SHOWN = 10  # steps at a slice's beginning and end whose mean loss the table tells
 
 
@@ -49,26 +49,33 @@ class Slices:
         if num_rows is None and cfg.end_idx is None:
             raise DataError(f"dataset {cfg.dataset!r} is on the Hub, so how many rows it has is not known here; name the end of the series with end_idx.")
         end = cfg.end_idx if num_rows is None else cfg.replace(slice_size=num_rows).slice_end(num_rows)
-        self.bounds = [(start, min(start + cfg.slice_size, end)) for start in range(cfg.start_idx, end, cfg.slice_size)]
         self.folder = Path(cfg.run_root).absolute() / f"slices_{short_name(cfg.model)}_{short_name(Path(cfg.dataset).stem)}_{cfg.slice_size}"
         spans = {} if cfg.lr_scheduler == "constant" or cfg.schedule_end_idx else {"schedule_start_idx": cfg.start_idx, "schedule_end_idx": end}
         self.config = cfg.replace(run_root=str(self.folder), **spans)
+        self.bounds: list[tuple[int, int]] = []
+        for start in range(cfg.start_idx, end, cfg.slice_size):
+            after = min(start + cfg.slice_size, end)
+            # the data may have grown since its last slice was trained: then only what is new is left
+            reached = max((e for run in self.runs(start) if (e := run.config.end_idx) < after and self.is_done(start, e)), default=start)
+            self.bounds += [(start, after)] if reached == start else [(start, reached), (reached, after)]
 
     def runs(self, start_idx: int | None = None) -> list[Run]:
         "Its runs, or those of the slice that begins at row `start_idx`, oldest first."
         found = [Run(path.parent) for path in self.folder.glob("*/config.json")]
+        found = [run for run in found if not difference(fingerprint(run.config), fingerprint(self.config))]  # another folder may have data of the same name
         mine = [run for run in found if start_idx is None or run.config.start_idx == start_idx]
         return sorted(mine, key=lambda run: run.status.get("launched", 0))
 
-    def is_done(self, start_idx: int) -> bool:
-        "Whether the slice that begins at row `start_idx` has been trained to the end of its epochs."
+    def is_done(self, start_idx: int, end_idx: int) -> bool:
+        "Whether the slice has been trained to the end of its epochs."
         wanted = self.config.initial_epoch + self.config.num_epochs
-        return any(run.state == "done" and run.config.initial_epoch + run.config.num_epochs >= wanted for run in self.runs(start_idx))
+        runs = [run for run in self.runs(start_idx) if run.config.end_idx == end_idx]
+        return any(run.state == "done" and run.config.initial_epoch + run.config.num_epochs >= wanted for run in runs)
 
     @property
     def state(self) -> str:
         "done, if all slices are; else the state of the newest run."
-        if all(self.is_done(start) for start, _ in self.bounds):
+        if all(self.is_done(*slice) for slice in self.bounds):
             return "done"
         runs = self.runs()
         return runs[-1].state if runs and runs[-1].state != "done" else "to do"
@@ -82,7 +89,7 @@ class Slices:
             last = max((run.status.get("step", 0) for run in runs), default=0)
             metrics = [m for m in merged if first_steps and min(first_steps) <= m["step"] <= last]
             rows.append({
-                "slice": f"{start}-{end}", "state": "done" if self.is_done(start) else runs[-1].state if runs else "to do", "runs": len(runs),
+                "slice": f"{start}-{end}", "state": "done" if self.is_done(start, end) else runs[-1].state if runs else "to do", "runs": len(runs),
                 "steps": last - min(first_steps) + 1 if metrics else 0, "first_loss": _mean_loss(metrics[:_SHOWN]), "last_loss": _mean_loss(metrics[-_SHOWN:]),
                 "skipped_steps": sum(run.status.get("skipped_steps", 0) for run in runs),
                 "minutes": round(sum(run.status["heartbeat"] - run.status.get("launched", run.status["heartbeat"]) for run in runs) / 60, 1),
@@ -107,6 +114,7 @@ class Slices:
 
     def plot(self) -> Any:
         "The loss over all slices as a matplotlib figure: a line where a slice begins, a mark where a run went on after it was cut short."
+        figures_as_png()
         runs = self.runs()
         figure = loss_figure(merged_metrics(runs), self.folder.name)
         axes = figure.axes[0]
@@ -122,7 +130,7 @@ class Slices:
             axes.legend(frameon=False)
         return figure
 
-# %% ../nbs/10a_slices.ipynb #acc370fd
+# %% ../nbs/10a_slices.ipynb #3061873e
 _PAPERMILL = "import sys; from multigpu_ft.processes import end_with; end_with(int(sys.argv.pop(1))); from papermill.cli import papermill; papermill()"
 _SETTLE_S = 30.0
 
@@ -138,12 +146,12 @@ def run_slices(cfg: RunConfig) -> Slices:
         raise ConfigError(f"the recipe {recipe().name} is neither here, in {Path.cwd()}, nor in its folder nbs; get it from the project's nbs/train.ipynb.")
     slices.folder.mkdir(parents=True, exist_ok=True)
     _settle(slices)
-    # the first run takes up what was asked for; all others go on from the series itself
-    origin = str(find_checkpoints(cfg)[0]) if cfg.resume_file not in ("auto", "none") else cfg.resume_file
     for start, end in slices.bounds:
-        if slices.is_done(start):
+        if slices.is_done(start, end):
             continue
-        following = {"resume_file": "auto", "resume_scope": "all"} if slices.runs() else {"resume_file": origin}
+        following = {"resume_file": "auto", "resume_scope": "all"}
+        if not any(run.dir.checkpoints() for run in slices.runs()):  # the first takes up what was asked for; all others go on from the series itself
+            following = {"resume_file": str(find_checkpoints(cfg)[0]) if cfg.resume_file not in ("auto", "none") else cfg.resume_file}
         hours = {} if cfg.max_hours is None else {"max_hours": max(1e-3, cfg.max_hours - (time.monotonic() - begun) / 3600)}
         settings = slices.config.replace(start_idx=start, end_idx=end, **hours, **following)
         interrupted = _run_one(slices, settings, slices.folder / f"slice-{start}-{end}.ipynb")
@@ -164,7 +172,8 @@ def _settle(slices: Slices) -> None:
 
 def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
     "One slice under papermill. Whether it was interrupted."
-    words = [w for k, v in changed_settings(settings).items() for w in ("-r" if isinstance(v, str) else "-p", k, str(v))]
+    values = {k: "none" if v is None else v for k, v in changed_settings(settings).items()}
+    words = [word for k, v in values.items() for word in ("-r" if isinstance(v, str) else "-p", k, str(v))]
     log, before = notebook.with_suffix(".log"), len(slices.runs(settings.start_idx))
     with open(log, "w") as file:
         process = subprocess.Popen(

@@ -101,7 +101,7 @@ def step_loss(strategy: Single, step: Step) -> float:
         total = sum(strategy.forward(**_to_device(m, strategy.world.device))[1].sum(dtype=torch.float64).item() for m in step.micro_batches)
     return strategy.world.sum(total)[0] / max(1, step.targets)
 
-# %% ../nbs/06_training.ipynb #b2d65349
+# %% ../nbs/06_training.ipynb #d79c3893
 _FEW_STEPS = 10  # fewer are hardly what somebody wants who did not ask for them
 _NON_FINITE_IN_A_ROW = 25  # an fp16 scale of 65,536 halved 25 times is far below 1; more cannot help
 
@@ -125,6 +125,8 @@ class Training:
         self.world: World = join_world(self.cfg)
         self.beat = Beat(run_dir.beat_file(self.world.rank))
         self.beat(IDLE)
+        if self.world.is_main:
+            self._forget_the_last_attempt()
         pids: list[Any] = [None] * self.world.size
         dist.all_gather_object(pids, os.getpid())
         self.tracker = Tracker(run_dir, self.world.is_main)
@@ -132,6 +134,9 @@ class Training:
 
         stored = {**fingerprint(self.cfg), "tokenizer": tokenizer_digest(self.tokenizer)}
         checkpoint, remarks = choose_checkpoint(self.cfg, run_dir, self.world, stored)
+        again = bool(checkpoint) and checkpoint.is_relative_to(run_dir.path)  # started again: it goes on where it was, whatever it began with
+        if again and self.cfg.resume_scope == "weights":
+            self.cfg = self.cfg.replace(resume_scope="all")
         about = self._prepare_model(checkpoint)
         saved = self._resume(checkpoint)
         packing, about["packing_reason"] = self._choose_packing(saved)
@@ -149,7 +154,9 @@ class Training:
                 f"{order.rows_a_step}, so accum_steps {self.cfg.accum_steps} -> {-(-self.order.rows_a_step // (self.cfg.batch_size * self.world.size))}"
             )
         self.last_epoch = self.cfg.initial_epoch + self.cfg.num_epochs - 1
-        self.room = room_for(self.cfg, run_dir, self.strategy)
+        self.room = room_for(self.cfg, run_dir, self.strategy, checkpoint)
+        if self.room == 1 and (self.last_epoch > self.progress.epoch or self.cfg.save_every or self.cfg.save_minutes):
+            self.tracker.remark("the disk has room for one checkpoint, so only the last one is written, at the end or when the run is stopped")
         self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, stored)
         self.earlier_steps = self.progress.optimizer_step - self.progress.slice_step if self.progress.optimizer_step else 0
         self.total_steps = self._count_steps()
@@ -158,14 +165,23 @@ class Training:
         self.save_error: Exception | None = None
         self.first_step: Step | None = None
         self._flops_per_token = flops_per_token(self.strategy.unwrap_model(), float(self.texts.lengths.mean()))
-        again = checkpoint and checkpoint.is_relative_to(run_dir.path)  # started again; where it first began stays on record
         origin = {} if again else {"resumed_from": str(checkpoint) if checkpoint else None, "first_step": self.progress.step + 1}
         self.tracker.status(
             state="running", strategy=self.strategy.name, dtype=str(self.strategy.dtype).removeprefix("torch."), packing=packing, **about, **origin,
             world_size=self.world.size, device=self.world.device.type, slice=[self.slice.start_idx, self.slice.end_idx],
-            num_rows=self.slice.num_rows, texts=len(self.texts), dropped=self.slice.dropped, rows_a_step=self.order.rows_a_step,
+            num_rows=self.slice.num_rows, texts=len(self.texts), dropped=self.slice.dropped,
+            rows_a_step=self.order.rows_a_step, checkpoint_bytes=checkpoint_bytes(self.cfg, self.strategy),
             step=self.progress.step, slice_step=self.progress.slice_step, total_steps=self.total_steps, epoch=self.progress.epoch,
         )
+
+    def _forget_the_last_attempt(self) -> None:
+        "A run that is started again in its directory, as a cluster does, begins with a clean slate; under the agent it is one already."
+        status = self.run_dir.status()
+        if status["state"] != "starting":
+            (self.run_dir.path / "stop").unlink(missing_ok=True)
+            for path in self.run_dir.path.glob("errors/*.json"):
+                path.unlink()
+            self.run_dir.update_status(state="starting", launched=time.time(), message=None, failure=None, activity=None)
 
     def _prepare_model(self, checkpoint: Path | None) -> dict[str, Any]:
         "Load the model and put it under its strategy. Returns what was decided on the way, for status.json."
@@ -235,9 +251,13 @@ class Training:
     def run(self) -> dict[str, Any]:
         "Train to the end of the plan or until asked to stop, save, export. Returns the last status. A collective."
         outcome: dict[str, Any] = {"state": "done"} if self._epochs() else {"state": "stopped"}
+        if outcome["state"] == "stopped":
+            self.tracker.status(state="stopping")
         self.beat(IDLE)
         if self.progress.step != self.saving_step:
             self._save(end_of_epoch=False)
+        self.tracker.status(activity="saving a checkpoint")
+        self._note(self.writer.wait())
         if outcome["state"] == "done":
             if self.first_step:
                 outcome["loss_after"] = step_loss(self.strategy, self.first_step)
@@ -253,12 +273,12 @@ class Training:
                 )
             self.tracker.status(activity="exporting the model")
             outcome["export"] = str(export_model(self.run_dir, self.strategy, self.tokenizer))
-        self.tracker.status(activity="saving a checkpoint", **({"state": "stopping"} if outcome["state"] == "stopped" else {}))
-        self._note(self.writer.wait())
-        if self.save_error:
+        if self.save_error:  # only now, when the export is written: that much is not lost
             raise self.save_error
-        last = {"step": self.progress.step, "slice_step": self.progress.slice_step, "skipped_steps": int(self.strategy.skipped)}
-        return {**outcome, "activity": None, **last}
+        return {
+            **outcome, "activity": None, "step": self.progress.step, "epoch": min(self.progress.epoch, self.last_epoch), "slice_step": self.progress.slice_step,
+            "skipped_steps": int(self.strategy.skipped),
+        }
 
     def finish(self, outcome: dict[str, Any]) -> None:
         "Push if asked to, then write the last status. No collective: an upload may take longer than a peer would wait."
@@ -335,12 +355,17 @@ class Training:
         stop, minutes, failed = self.world.sum(asked, main and self.pace.save_is_due(), self.save_error is not None)
         if failed:
             self._note(self.writer.wait())
-            error, self.save_error = self.save_error, None
-            if isinstance(error, FloatingPointError) or self.cfg.save_failure == "stop":
-                raise error
-            self.tracker.remark(f"{error} Training goes on")
+            self._take_failure()
         due = minutes or (self.cfg.save_every and self.progress.step % self.cfg.save_every == 0)
         return bool(stop), bool(due) and self.room > 1
+
+    def _take_failure(self) -> None:
+        "A save that failed, which all ranks know of now: end the run, or tell and go on."
+        error, self.save_error = self.save_error, None
+        if isinstance(error, FloatingPointError) or (error and self.cfg.save_failure == "stop"):
+            raise error
+        if error:
+            self.tracker.remark(f"{error} Training goes on")
 
     def _refuse_to_go_on_without_numbers(self) -> None:
         "Raise `FloatingPointError` once a whole row of steps was skipped."
@@ -354,10 +379,13 @@ class Training:
     def _save(self, end_of_epoch: bool) -> None:
         "Begin to save; what came of it is noted when it is known."
         self.beat(IDLE)
+        self.tracker.status(activity="saving a checkpoint")  # whoever wants the run to stop now gives it time
         self._note(self.writer.wait())
+        self._take_failure()
         self.saving_step = self.progress.step
         self.writer.start(self.progress, end_of_epoch)
         self.pace.save_began()
+        self.tracker.status(activity=None)
 
     def _note(self, save: Save | None) -> None:
         "What came of a save."

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -75,11 +76,13 @@ def serve():
     "Read one JSON request a line from standard input, fork an agent with its ranks for each, and answer with its process id."
     import torch
     import torch.distributed.fsdp  # noqa: F401
+    from tqdm import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import multigpu_ft.training  # noqa: F401
 
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore that forks share: killed with it in hand, a rank would stop all ranks after it
     AutoModelForCausalLM.from_pretrained(sys.argv[2])
     AutoTokenizer.from_pretrained(sys.argv[2])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -96,7 +99,7 @@ def be_agent(run_dir, nproc):
     "As the agent does: start the ranks, end them all when one fails."
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    store = tempfile.mktemp(prefix="faults-store-")
+    store = str(Path(run_dir) / "store")
     me, ranks = os.getpid(), []
     for rank in range(nproc):
         pid = os.fork()
@@ -113,8 +116,6 @@ def be_agent(run_dir, nproc):
                 os.kill(other, signal.SIGTERM)
             signal.signal(signal.SIGALRM, lambda *_: [os.kill(r, signal.SIGKILL) for r in ranks])
             signal.alarm(3)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(store)
     os._exit(code)
 
 
@@ -143,18 +144,20 @@ class Server:
         )
         assert self._process.stdout.readline() == "ready\n"
 
-    def start(self, cfg):
-        "A run directory for `cfg`, and the agent's process id."
-        sweep(Path(cfg.run_root))
-        run_dir = RunDir.create(cfg)
-        run_dir.update_status(launched=time.time())
+    def start(self, cfg, run_dir=None):
+        "A run directory for `cfg`, or the one that is started again, and the agent's process id."
+        if run_dir is None:
+            sweep(Path(cfg.run_root))
+            run_dir = RunDir.create(cfg)
+            run_dir.update_status(launched=time.time())
+        (run_dir.path / "store").unlink(missing_ok=True)
         self._process.stdin.write(json.dumps({"run_dir": str(run_dir.path), "nproc": cfg.nproc}) + "\n")
         self._process.stdin.flush()
         return run_dir, int(self._process.stdout.readline())
 
-    def finish(self, cfg):
+    def finish(self, cfg, run_dir=None):
         "A run to its end."
-        run_dir, agent = self.start(cfg)
+        run_dir, agent = self.start(cfg, run_dir)
         wait_for_end(run_dir, agent)
         return run_dir
 
@@ -455,6 +458,7 @@ class Damage:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=60, help="no new kill after so long")
     parser.add_argument("--torchrun", type=int, default=20)
     parser.add_argument("--files", type=int, default=1000)
     parser.add_argument("--bits", type=int, default=3000)
@@ -480,6 +484,8 @@ def main():
             counted, took, begun = {}, [], time.monotonic()
             for seed in range(options.first_seed, options.first_seed + options.kills if options.only != "torchrun" else 0):
                 started = time.monotonic()
+                if started - begun > 60 * options.minutes:
+                    break
                 for who, when in kills.trial(seed):
                     counted[f"{who.split()[0]}, {when}"] = counted.get(f"{who.split()[0]}, {when}", 0) + 1
                 took.append(time.monotonic() - started)

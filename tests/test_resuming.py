@@ -10,7 +10,7 @@ import psutil
 import pytest
 from conftest import BIN, NBS, processes, ranks, running, until
 
-from multigpu_ft import CheckpointError, Run, RunConfig, RunFailed, launch
+from multigpu_ft import CheckpointError, Run, RunConfig, RunDir, RunFailed, Slices, launch
 from multigpu_ft.config import STOPPED_EXIT_CODE
 from multigpu_ft.lineage import verify_checkpoint
 
@@ -37,9 +37,9 @@ def error_of(run_dir):
 
 # -- going on -------------------------------------------------------------------------------------------------------
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_next_older_taken(material, run_root, capsys):
+def test_a_damaged_newest_checkpoint_is_named_and_the_next_older_taken(material, run_root, server, capsys):
     cfg = faults.config(material, run_root)
-    first = launch(cfg)
+    first = Run(server.finish(cfg))
     older, newest = first.dir.checkpoints()
     shard = newest / "rank1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
@@ -138,6 +138,24 @@ def test_a_run_started_again_goes_on_from_its_own_checkpoint(material, run_root,
     shutil.rmtree(run_root / "whole")
 
 
+def test_a_restart_takes_up_what_it_did_itself_even_if_it_began_with_weights_alone(material, run_root, server):
+    cfg = faults.config(material, run_root, num_epochs=1, save_every=2)
+    origin = server.finish(cfg.replace(end_idx=24)).checkpoints()[-1]
+    cfg = cfg.replace(start_idx=24, resume_scope="weights", resume_file=str(origin), num_epochs=4)
+    whole = server.finish(cfg.replace(run_root=str(run_root / "whole")))
+    run_dir, agent = server.start(cfg)
+    until(lambda: len(run_dir.metrics()) >= 7, 30, "7 steps")
+    os.kill(agent, signal.SIGKILL)
+    faults.wait_for_end(run_dir, agent)
+    run_dir.request_stop()  # asked too late; the next start shall not hear of it
+    (run_dir.path / "errors" / "rank0.json").write_text("{}")
+    server.finish(cfg, run_dir)
+    assert [(m["step"], m["loss"]) for m in run_dir.metrics()] == [(m["step"], m["loss"]) for m in whole.metrics()]
+    assert run_dir.status()["state"] == "done" and not list(run_dir.path.glob("errors/*"))
+    server.finish(cfg, run_dir)  # once more, when all is done: it exports again
+    assert run_dir.status()["state"] == "done" and (run_dir.path / "export" / "model.safetensors").exists()
+
+
 # -- keeping --------------------------------------------------------------------------------------------------------
 
 def test_the_newest_are_kept_within_the_budget(material, run_root, server):
@@ -147,6 +165,8 @@ def test_the_newest_are_kept_within_the_budget(material, run_root, server):
     each = sum(p.stat().st_size for p in first.checkpoints()[0].iterdir())
     second = server.finish(cfg.replace(start_idx=24, keep=3, disk_budget_gb=2.5 * each / 1e9))
     assert [c.name for c in second.checkpoints()] == ["model_24-48-step-4", "model_24-48-epoch-1"] and not first.checkpoints()
+    short = server.finish(cfg.replace(start_idx=24, initial_epoch=2, disk_budget_gb=1.5 * each / 1e9))
+    assert "disk_budget_gb" in error_of(short) and not short.metrics(), "the one it goes on from must stay; told before training"
     third = server.finish(cfg.replace(start_idx=40, keep=1))
     assert [c.name for c in third.checkpoints()] == ["model_40-48-epoch-1"] and not second.checkpoints()
 
@@ -263,12 +283,33 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(material, run_r
     assert any("rank 1 ran out of memory in step" in r and "batch_size 4 -> 2, accum_steps 1 -> 2" in r for r in remarks(run))
     assert [m["step"] for m in run.metrics] == list(range(1, 13))
     assert all(abs(a["loss"] - b["loss"]) / b["loss"] < 1e-5 for a, b in zip(run.metrics, plain.metrics(), strict=True))
+    if strategy == "fsdp":
+        return
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "0"))
     with pytest.raises(RunFailed, match="rank 1 ran out of memory in step .* with batch_size=1.*activation_checkpointing='full'"):
         launch(cfg.replace(batch_size=2, resume_file="none"))
 
 
 # -- slices ---------------------------------------------------------------------------------------------------------
+
+def test_a_series_knows_its_own_runs_and_what_is_new(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for name, rows in (("a", 48), ("b", 48)):
+        (tmp_path / name / "texts.jsonl").write_text('{"text": "x"}\n' * rows)
+    cfg = RunConfig(run_root=str(tmp_path / "runs"), dataset=str(tmp_path / "a" / "texts.jsonl"), slice_size=20, max_grad_norm="none")
+    assert cfg.max_grad_norm is None
+    slices = Slices(cfg)
+    assert slices.bounds == [(0, 20), (20, 40), (40, 48)]
+    for start, end in slices.bounds:
+        RunDir.create(slices.config.replace(start_idx=start, end_idx=end)).update_status(state="done", launched=start)
+    assert Slices(cfg).state == "done" and Slices(cfg.replace(num_epochs=2)).state == "to do"
+    assert Slices(cfg.replace(dataset=str(tmp_path / "b" / "texts.jsonl"))).state == "to do", "other data of the same name"
+    with open(tmp_path / "a" / "texts.jsonl", "a") as file:
+        file.write('{"text": "x"}\n' * 20)
+    grown = Slices(cfg)
+    assert grown.bounds == [(0, 20), (20, 40), (40, 48), (48, 60), (60, 68)] and [row["state"] for row in grown.table()] == ["done"] * 3 + ["to do"] * 2
+
 
 def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path):
     "The driver is killed with SIGKILL in its second slice; the same command again finishes, and one schedule spans all."
