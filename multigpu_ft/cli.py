@@ -19,7 +19,7 @@ from .config import PRESETS, STOPPED_EXIT_CODE, RunConfig, refuse_secrets
 from .launcher import Run, RunFailed, changed_settings, launch
 from .slices import run_slices
 
-# %% ../nbs/13_cli.ipynb #9605de53
+# %% ../nbs/13_cli.ipynb #40d17701
 def _take(arguments: list[str], flag: str) -> str | None:
     "Remove `flag VALUE` or `flag=VALUE` from `arguments` and return the value."
     for i, argument in enumerate(arguments):
@@ -33,14 +33,15 @@ def _take(arguments: list[str], flag: str) -> str | None:
     return None
 
 
-def parse_config(arguments: list[str]) -> RunConfig:
+def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
     "The configuration that `arguments` spell out. Raises `ConfigError`; exits with usage for an unknown flag."
     arguments = list(arguments)
     preset = _take(arguments, "--preset")
     default = RunConfig.preset(preset) if preset else RunConfig()
     if model := _take(list(arguments), "--model"):
         default = default.replace(model=model)  # the default learning rate is the model's, and tyro passes on the default's
-    return tyro.cli(RunConfig, args=arguments, default=default, prog="multigpu-ft train", description="Fine-tune a model. --preset NAME starts from a preset.")
+    description = "Fine-tune a model. --preset NAME starts from a preset."
+    return tyro.cli(RunConfig, args=arguments, default=default, prog=f"multigpu-ft {verb}", description=description)
 
 
 def _refuse_secrets(arguments: list[str]) -> None:
@@ -59,7 +60,7 @@ def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
         print(describe(run))
     return result
 
-# %% ../nbs/13_cli.ipynb #d611b3b1
+# %% ../nbs/13_cli.ipynb #f26609ab
 def describe(run: Run) -> str:
     "What came of `run`, in a few lines: state, loss before and after on the texts of its first step, and where its results lie."
     status, path = run.status, run.dir.path
@@ -92,7 +93,7 @@ def _flag(name: str, value: Any) -> list[str]:
 def _slices(arguments: list[str], as_json: bool) -> dict[str, Any]:
     if size := _take(arguments, "--size"):
         arguments += ["--slice-size", size]
-    slices = run_slices(parse_config(arguments))
+    slices = run_slices(parse_config(arguments, "slices"))
     if not as_json:
         print(slices)
     return {"folder": str(slices.folder), "state": slices.state, "slices": slices.table()}

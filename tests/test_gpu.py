@@ -37,6 +37,8 @@ def test_trains_saves_and_goes_on(run_root, strategy, dtype):
     if dtype == "auto":
         assert first.status["dtype"] == ("bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16")
     assert second.metrics[0]["step"] == 11 and second.metrics[-1]["loss"] < first.metrics[0]["loss"] - 0.5
+    whole = launch(cfg.replace(resume_file="none", save_every=1))  # with a save in flight all the time
+    assert all(abs(a["loss"] - b["loss"]) < 1e-3 * b["loss"] for a, b in zip(first.metrics + second.metrics, whole.metrics, strict=True))
 
 
 @pytest.mark.parametrize("packing", ["packed", "bucketed"])
