@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import faults
 import psutil
 import pytest
 from jupyter_client import KernelManager
@@ -74,6 +75,20 @@ def shared_data():
     if not DATA.is_dir():
         pytest.skip(f"needs the real data sets in {DATA}")
     return DATA
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    "A tiny model with its tokenizer, and texts."
+    return faults.make_material(tmp_path_factory.mktemp("material"))
+
+
+@pytest.fixture(scope="module")
+def server(material):
+    "Runs in milliseconds, forked from a process that has torch imported."
+    started = faults.Server(material / "model")
+    yield started
+    started.close()
 
 
 def ranks(run_dir):

@@ -21,18 +21,6 @@ from multigpu_ft.lineage import verify_checkpoint
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    return faults.make_material(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
-def server(material):
-    started = faults.Server(material / "model")
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
 def kills(material, server):
     return faults.Kills(material, server)
 

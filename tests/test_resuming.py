@@ -15,18 +15,6 @@ from multigpu_ft.config import STOPPED_EXIT_CODE
 from multigpu_ft.lineage import verify_checkpoint
 
 
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    return faults.make_material(tmp_path_factory.mktemp("material"))
-
-
-@pytest.fixture(scope="module")
-def server(material):
-    started = faults.Server(material / "model")
-    yield started
-    started.close()
-
-
 def remarks(run):
     return run.status().get("remarks", []) if not isinstance(run, Run) else run.status.get("remarks", [])
 
