@@ -277,15 +277,15 @@ class Kills:
         return kills
 
     def stop_trial(self, seed):
-        "One run that is asked to stop at a random moment, and then goes on. Returns how it was asked, and the seconds until all was saved and gone."
+        "One run that is asked to stop at a random step, and then goes on. Returns how it was asked, and the seconds until all was saved and gone."
         rng = random.Random(seed)
         number = rng.randrange(len(WAYS))
         root = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"stop{seed}-"))
         cfg = config(self.folder, root, save_every=None, **WAYS[number])
         run_dir, agent = self.server.start(cfg)
-        while run_dir.status()["state"] == "starting" and not gone(agent):
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0, 0.7 * self.seconds[number]))
+        step, lines = rng.randint(1, 12), run_dir.path / "metrics.jsonl"
+        while not gone(agent) and (not lines.exists() or lines.read_text().count("\n") < step):
+            time.sleep(0.001)
         kind, asked = rng.choice(["stop file", "SIGTERM to all", "SIGTERM to one rank"]), time.monotonic()
         if kind == "stop file":
             run_dir.request_stop()
@@ -295,12 +295,13 @@ class Kills:
                     os.kill(pid, signal.SIGTERM)
         wait_for_end(run_dir, agent)
         took = time.monotonic() - asked
-        assert run_dir.status()["state"] in ("stopped", "done"), run_dir.log_file(0).read_text()[-3000:]
+        state = run_dir.status()["state"]
+        assert state in ("stopped", "done"), run_dir.log_file(0).read_text()[-3000:]
         runs = [run_dir, self.server.finish(cfg)]
         assert runs[1].status().get("first_step", 1) == run_dir.status()["step"] + 1, "a step was lost"
         assert_exact(outcome(root, runs), self.expected[number])
         shutil.rmtree(root)
-        return kind, run_dir.status()["state"], took
+        return kind, state, took
 
     def kill(self, rng, run_dir, agent, seconds):
         saving = rng.random() < 0.5
