@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 # %% auto #0
-__all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'PRESETS', 'COMMIT_FILE', 'PARTIAL', 'LIVE_STATES', 'FINAL_STATES',
+__all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'PRESETS', 'PRESET_NEEDS', 'COMMIT_FILE', 'PARTIAL', 'LIVE_STATES', 'FINAL_STATES',
            'STOPPED_EXIT_CODE', 'ConfigError', 'DataError', 'ModelError', 'CheckpointError', 'refuse_secrets',
            'RunConfig', 'write_json', 'RunDir', 'commit_digest', 'read_commit', 'saved_at', 'short_name']
 
@@ -60,7 +60,7 @@ def refuse_secrets(values: dict[str, Any]) -> None:
         ):
             raise ConfigError(f"the value of {name!r} has the shape of an access token; {_SECRET_REMEDY}.")
 
-# %% ../nbs/00_config.ipynb #545e4c71
+# %% ../nbs/00_config.ipynb #78e260a5
 def _field(
     default: Any, group: str, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> Any:
@@ -69,7 +69,7 @@ def _field(
 
 BUILTIN_MODEL = "builtin:opt-tiny"
 BUILTIN_DATASET = "builtin:python-docs"
-_FROM_SCRATCH_LR, _PRETRAINED_LR = 1e-3, 2e-5
+_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR = 1e-3, 2e-5, 2e-4
 
 
 _MAY_BE_NONE = ("max_grad_norm", "save_minutes")  # empty means something else than left out; papermill can say that with "none" only
@@ -91,14 +91,35 @@ class RunConfig(BaseModel):
     model: str = _field(BUILTIN_MODEL, "model", "Hub id or local folder of a causal language model, or builtin:opt-tiny")
     revision: str | None = _field(None, "model", "branch, tag or commit of the model on the Hub")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = _field("sdpa", "model", "attention kernel")
+    tuning: Literal["full", "lora", "qlora", "lora8bit"] = _field(
+        "full", "model", "train all weights, or an adapter (LoRA) on frozen ones: as they are, in 4 bit (qlora) or in 8 bit"
+    )
+    lora_r: int = _field(8, "model", "rank of the adapter's matrices", low=1, high=1024)
+    lora_alpha: float = _field(16, "model", "the adapter counts lora_alpha / lora_r times", above=0)
+    lora_dropout: float = _field(0.05, "model", "dropout before the adapter", low=0, high=0.9)
+    lora_target_modules: str = _field(
+        "all-linear", "model", "linear layers that get an adapter: all-linear, attention, query-value, or names with commas between"
+    )
+    quantization: Literal["auto", "none", "8bit", "4bit"] = _field(
+        "auto", "model", "frozen weights of an adapter in 8 or 4 bit; auto: what tuning says, for lora 8-bit on one GPU and none on several"
+    )
+    merge_adapter: bool = _field(False, "model", "also export the model with the adapter merged into its weights")
 
     dataset: str = _field(BUILTIN_DATASET, "data", "Hub id, local .jsonl .json .csv .tsv .parquet .txt file, or builtin:python-docs")
     dataset_split: str = _field("train", "data", "split of a Hub dataset")
     dataset_revision: str | None = _field(None, "data", "branch, tag or commit of the dataset on the Hub")
+    task: Literal["causal-lm", "chat", "classification"] = _field(
+        "causal-lm", "data", "predict the next token of texts, only of the assistant's turns in conversations, or a label"
+    )
     text_field: str = _field("text", "data", "column that holds the text")
+    text_pair_field: str | None = _field(None, "data", "column of a second text, for classifying pairs")
+    label_field: str = _field("label", "data", "column that holds the label, a whole number from 0 or 1 on or a name")
+    messages_field: str = _field("messages", "data", "column that holds a conversation: a list of role and content")
     start_idx: int = _field(0, "data", "first row of the slice, in raw row order (rows)")
     end_idx: int | None = _field(None, "data", "row after the slice's last; empty: start_idx + slice_size or the end of the data (rows)")
     slice_size: int = _field(5000, "data", "rows of a slice when end_idx is empty (rows)", low=1)
+    eval_dataset: str | None = _field(None, "data", "data to evaluate on, of the same fields; empty: the dataset itself if eval_split is given, else none")
+    eval_split: str | None = _field(None, "data", "split of a Hub dataset to evaluate on; empty: validation")
     max_length: int = _field(512, "data", "longest sequence; longer texts are cut (tokens)", low=2)
     packing: Literal["auto", "packed", "bucketed", "padded"] = _field(
         "auto", "data", "several texts in a row, texts of like length together, or texts as they come; auto: the faster one that is exact for the model"
@@ -112,7 +133,9 @@ class RunConfig(BaseModel):
     )
     accum_steps: int = _field(1, "training", "micro-batches accumulated for one optimizer step", low=1)
     learning_rate: float = _field(
-        None, "training", f"peak learning rate; empty: {_FROM_SCRATCH_LR:g} for a builtin model, {_PRETRAINED_LR:g} for a pretrained one", above=0, high=1
+        None, "training",
+        f"peak learning rate; empty: {_FROM_SCRATCH_LR:g} for a builtin model, {_PRETRAINED_LR:g} for a pretrained one, {_ADAPTER_LR:g} for an adapter",
+        above=0, high=1,
     )
     lr_scheduler: Literal["constant", "linear", "cosine"] = _field("constant", "training", "course of the learning rate after the warm-up")
     warmup_steps: int = _field(0, "training", "steps of linear warm-up, once per optimizer, not per slice (steps)", low=0)
@@ -161,6 +184,9 @@ class RunConfig(BaseModel):
 
     max_hours: float | None = _field(None, "tracking", "stop in time to save before this many hours since launch; empty: no limit (hours)", above=0)
     log_every: int = _field(1, "tracking", "steps between two lines of metrics.jsonl (steps)", low=1)
+    eval_every: int | None = _field(
+        None, "tracking", "steps between two evaluations; empty: at the start and at the ends of epochs only (steps)", low=1
+    )
 
     def __init__(self, **values: Any) -> None:
         refuse_secrets(values)
@@ -175,7 +201,8 @@ class RunConfig(BaseModel):
         values = {k: None if v == "none" and k in _MAY_BE_NONE else v for k, v in values.items()}
         if values.get("learning_rate") is None:
             scratch = str(values.get("model", BUILTIN_MODEL)).startswith("builtin:")
-            values = {**values, "learning_rate": _FROM_SCRATCH_LR if scratch else _PRETRAINED_LR}
+            default = _ADAPTER_LR if values.get("tuning", "full") != "full" else _FROM_SCRATCH_LR if scratch else _PRETRAINED_LR
+            values = {**values, "learning_rate": default}
         return values
 
     @model_validator(mode="after")
@@ -186,6 +213,11 @@ class RunConfig(BaseModel):
             raise ValueError(f"run_name={self.run_name!r} may hold letters, digits, '.', '_' and '-' only, since it names a folder")
         if self.optimizer == "adamw_8bit" and self.strategy == "fsdp":
             raise ValueError("optimizer='adamw_8bit' keeps its state in blocks that cannot be sharded; use strategy='ddp' or 'single', or optimizer='adamw'")
+        self._check_tuning()
+        if self.task == "classification" and self.packing == "packed":
+            raise ValueError("packing='packed' puts several texts into a row, which has one label; use packing='auto', 'padded' or 'bucketed'")
+        if self.eval_every and not (self.eval_dataset or self.eval_split):
+            raise ValueError(f"eval_every={self.eval_every}, but there is nothing to evaluate on; name eval_dataset, or eval_split of a Hub dataset")
         if self.hf_repo and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hf_repo):
             raise ValueError(f"hf_repo={self.hf_repo!r} is not of the form 'user/name'")
         if self.schedule_end_idx is not None and not self.schedule_start_idx <= self.start_idx < self.schedule_end_idx:
@@ -197,13 +229,32 @@ class RunConfig(BaseModel):
             raise ValueError(f"warmup_steps={self.warmup_steps} is beyond max_steps={self.max_steps}; the peak rate would never be reached")
         return self
 
+    def _check_tuning(self) -> None:
+        wanted = {"qlora": "4bit", "lora8bit": "8bit"}.get(self.tuning, self.quantization)
+        if self.quantization not in ("auto", wanted):
+            raise ValueError(
+                f"tuning={self.tuning!r} means quantization={wanted!r}, not {self.quantization!r}; leave quantization on 'auto', or use tuning='lora'"
+            )
+        if self.tuning == "full" and wanted in ("8bit", "4bit"):
+            raise ValueError(
+                f"weights in {wanted} cannot be trained themselves; use tuning={'qlora' if wanted == '4bit' else 'lora8bit'!r}, which trains an adapter on them"
+            )
+        if self.tuning == "full" and self.merge_adapter:
+            raise ValueError("merge_adapter=True, but tuning='full' has no adapter; its export is the whole model as it is")
+        if wanted == "8bit" and self.strategy == "fsdp":
+            raise ValueError(
+                "8-bit weights keep their scales outside the tensor that fsdp shards; use tuning='qlora' (4-bit) with fsdp, or strategy='ddp' or 'single'"
+            )
+        if wanted in ("8bit", "4bit") and self.compile:
+            raise ValueError(f"compile=True does not work on weights in {wanted}; use compile=False, or quantization='none'")
+
     def __repr_args__(self):
         "Only what differs from the defaults, so that a cell's output stays readable."
         plain = type(self).model_construct()
         for name, value in super().__repr_args__():
             if name != "learning_rate" and value != getattr(plain, name):
                 yield name, value
-            elif name == "learning_rate" and value not in (_FROM_SCRATCH_LR, _PRETRAINED_LR):
+            elif name == "learning_rate" and value not in (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR):
                 yield name, value
 
     @classmethod
@@ -231,9 +282,9 @@ class RunConfig(BaseModel):
         return cls.preset(preset, **values) if preset else cls(**values)
 
     def replace(self, **changes: Any) -> RunConfig:
-        "A copy with `changes`, validated anew. With another `model`, a learning rate that was the default becomes that model's."
+        "A copy with `changes`, validated anew. With another `model` or `tuning`, a learning rate that was the default becomes theirs."
         values = self.model_dump()
-        if "model" in changes and self.learning_rate == RunConfig(model=self.model).learning_rate:
+        if changes.keys() & {"model", "tuning"} and self.learning_rate == RunConfig(model=self.model, tuning=self.tuning).learning_rate:
             del values["learning_rate"]
         return type(self)(**{**values, **changes})
 
@@ -275,7 +326,12 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"{name}={e['input']!r}: {why} ({RunConfig.model_fields[name].description}).")
     return "\n".join(lines)
 
-# %% ../nbs/00_config.ipynb #873113d0
+# %% ../nbs/00_config.ipynb #9f468b38
+_SST2 = {
+    "task": "classification", "dataset": "stanfordnlp/sst2", "text_field": "sentence", "eval_split": "validation", "slice_size": 100_000,
+    "max_length": 128, "num_epochs": 1,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "opt-1.3b-arxiv": {
@@ -283,9 +339,33 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dtype": "fp16", "batch_size": 4, "accum_steps": 8, "learning_rate": 5e-6, "max_length": 512,
         "activation_checkpointing": "full", "max_grad_norm": 1.0,
     },
+    "qwen3-lora-chat": {
+        "model": "Qwen/Qwen3-0.6B", "task": "chat", "dataset": "HuggingFaceH4/ultrachat_200k", "dataset_split": "train_sft", "tuning": "lora",
+        "quantization": "none", "strategy": "ddp", "lora_r": 16, "lora_alpha": 32, "batch_size": 2, "accum_steps": 4, "max_length": 1024,
+        "lr_scheduler": "cosine", "warmup_steps": 10,
+    },
+    "qwen3-14b-qlora": {
+        "model": "Qwen/Qwen3-14B", "task": "chat", "dataset": "HuggingFaceH4/ultrachat_200k", "dataset_split": "train_sft", "tuning": "qlora",
+        "strategy": "fsdp", "lora_r": 16, "lora_alpha": 32, "batch_size": 1, "accum_steps": 8, "max_length": 1024,
+        "activation_checkpointing": "full", "communication": "micro_batch", "lr_scheduler": "cosine", "warmup_steps": 10,
+    },
+    "bert-sst2-lora": {
+        **_SST2, "model": "google-bert/bert-base-uncased", "tuning": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05,
+        "lora_target_modules": "query,value", "batch_size": 64, "learning_rate": 2e-4,
+    },
+    "distilbert-sst2": {**_SST2, "model": "distilbert/distilbert-base-uncased", "batch_size": 16, "lr_scheduler": "linear", "warmup_steps": 0},
 }
 
-# %% ../nbs/00_config.ipynb #4b8cb8af
+PRESET_NEEDS = {  # beside the packages, the Hub (or copies in folders) and, without a GPU, patience
+    "tiny": "nothing: 2 CPU cores, no network",
+    "opt-1.3b-arxiv": "2 GPUs of 16 GB; 5 GB of disk for the model, 16 GB for a checkpoint",
+    "qwen3-lora-chat": "1 GPU of 16 GB or several; 2 GB of disk",
+    "qwen3-14b-qlora": "2 GPUs of 16 GB; multigpu_ft[quantization]; 30 GB of disk for the model (on Kaggle, attach it as an input)",
+    "bert-sst2-lora": "any GPU (on one: multigpu_ft[quantization], or quantization='none'); 1 GB of disk",
+    "distilbert-sst2": "any GPU; 3 GB of disk",
+}
+
+# %% ../nbs/00_config.ipynb #bed5d367
 COMMIT_FILE, PARTIAL = "commit.json", ".partial"  # a checkpoint that is being written, or taken away, has a name that ends so
 LIVE_STATES = ("starting", "running", "stopping")
 FINAL_STATES = ("done", "stopped", "failed")

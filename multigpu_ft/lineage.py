@@ -89,7 +89,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{PROGRESS_FILE}: its content was altered")
     return json.loads(content)
 
-# %% ../nbs/00b_lineage.ipynb #c8114c4e
+# %% ../nbs/00b_lineage.ipynb #f1b81256
 def _identity(name: str) -> str:
     "A local file by its absolute path, so that the folder a notebook runs in does not matter; everything else by its name."
     return str(Path(name).resolve()) if Path(name).exists() else name
@@ -100,13 +100,21 @@ def fingerprint(cfg: RunConfig) -> dict[str, Any]:
     return {
         "model": _identity(cfg.model), "revision": cfg.revision,
         "dataset": _identity(cfg.dataset), "dataset_split": cfg.dataset_split, "dataset_revision": cfg.dataset_revision,
-        "text_field": cfg.text_field,
+        "task": cfg.task, "fields": _fields(cfg),
+        "adapter": None if cfg.tuning == "full" else {"r": cfg.lora_r, "alpha": cfg.lora_alpha, "target_modules": cfg.lora_target_modules},
     }
+
+
+def _fields(cfg: RunConfig) -> list[str]:
+    "The columns that `cfg`'s task reads."
+    if cfg.task == "chat":
+        return [cfg.messages_field]
+    return [cfg.text_field, *([cfg.text_pair_field] if cfg.text_pair_field else []), *([cfg.label_field] if cfg.task == "classification" else [])]
 
 
 def difference(stored: dict[str, Any], wanted: dict[str, Any], scope: str = "all") -> str:
     "In words, what differs between a checkpoint's fingerprint and the `wanted` one; empty if nothing. Weights alone may go on with other data."
-    counts = [name for name in wanted if scope == "all" or name in ("model", "revision", "tokenizer")]
+    counts = [name for name in wanted if scope == "all" or name in ("model", "revision", "tokenizer", "adapter", "labels")]
     return "; ".join(f"{name}: checkpoint {stored.get(name)!r}, this run {wanted[name]!r}" for name in counts if stored.get(name) != wanted[name])
 
 # %% ../nbs/00b_lineage.ipynb #595c514d

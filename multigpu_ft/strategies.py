@@ -6,7 +6,7 @@
 __all__ = ['World', 'join_world', 'compute_dtype', 'free_bytes', 'LossScale', 'Single', 'local_part', 'DDP', 'FSDP',
            'make_strategy']
 
-# %% ../nbs/03_strategies.ipynb #47f19096
+# %% ../nbs/03_strategies.ipynb #21389dcf
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .config import ConfigError, RunConfig
+from .loading import check_packed, let_go, packed_outputs, receive
 from .models import transformer_blocks
 
 # %% ../nbs/03_strategies.ipynb #cc8a0a4f
@@ -122,7 +123,7 @@ class LossScale:
             self.value.fill_(state["value"])
             self._good_steps.fill_(state["good_steps"])
 
-# %% ../nbs/03_strategies.ipynb #599acc87
+# %% ../nbs/03_strategies.ipynb #d436702d
 _LOSS_BYTES = 2**30  # what the chunked loss holds at its peak, generously
 
 
@@ -141,14 +142,27 @@ class Single:
         self.skipped = torch.tensor(0, device=world.device)  # steps skipped because of a gradient that was not finite
         self.skipped_in_a_row = torch.tensor(0, device=world.device)
 
-    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
-        "Place and wrap `model`, a `LossModel`, then make its optimizer."
+    def prepare(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], streamed: bool = False
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Place and wrap `model`, a `LossModel` or `ClassifierLoss`, then make its optimizer. If `streamed`, only rank 0's has weights, and sends them.
+
+        Raises `ModelError` if 4-bit weights do not survive being sharded."""
+        self._streamed = streamed
         self.model = self._wrap(model) if self.dtype == torch.float32 else self._fully_shard(model)
         self.optimizer = make_optimizer(self.model)
         return self.model, self.optimizer
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        return model.to(self.world.device)
+        self._place(model, set())
+        return model
+
+    def _place(self, unit: nn.Module, leave: set[nn.Module]) -> list[torch.Tensor]:
+        "Have the tensors of `unit` on the device, of modules to `leave` excepted. Returns those that are to be let go when it is sharded."
+        if self._streamed:
+            return receive(unit, leave, self.world.device, self.world.is_main)
+        unit.to(self.world.device)
+        return []
 
     def _fully_shard(self, model: nn.Module) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh  # with fsdp most of a second of imports that ddp does without
@@ -158,33 +172,43 @@ class Single:
         kind = self.world.device.type
         mesh = init_device_mesh(kind, (size,)) if self._shards == size else init_device_mesh(kind, (size // self._shards, self._shards), mesh_dim_names=names)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32) if self.dtype != torch.float32 else MixedPrecisionPolicy()
-        self.model, blocks, parameters = model, transformer_blocks(model.model), sum(p.numel() for p in model.parameters())
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        # the root's inputs are token ids, and the factor of the loss, which must stay in fp32
-        fully_shard(model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False))
+        self.model, blocks, done = model, transformer_blocks(model.model), set()
+        whole = sum(p.numel() * (self.dtype.itemsize + 4 * p.requires_grad) for p in model.parameters())
+        for unit in (*blocks, model):
+            originals = self._place(unit, done)
+            outputs = packed_outputs(unit) if self._shards > 1 and unit is not model else {}
+            # where a shard is the whole, what is frozen and has its dtype already needs no FSDP
+            frozen = {p for p in unit.parameters() if not p.requires_grad} if self._shards == 1 else None
+            # the root's inputs are token ids, and the factor of the loss, which must stay in fp32
+            fully_shard(unit, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=unit is not model), ignored_params=frozen)
+            if outputs:
+                unit.unshard()
+                check_packed(unit, outputs)
+                unit.reshard()
+            done.add(unit)
+            if self._shards > 1 or self.world.device.type != "cpu":
+                let_go(originals)
         for block, after in zip(blocks, blocks[1:], strict=False):  # one block ahead, also where the CPU is no faster than the device
             block.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([block])
-        self.window = self._choose_window(parameters)
+        self.window = self._choose_window(whole)
         for block in blocks:
             block.set_reshard_after_forward(self.cfg.sharding == "full_shard" and not self.window)
         return model
 
-    def _choose_window(self, parameters: int) -> bool:
+    def _choose_window(self, whole: int) -> bool:
         if self.cfg.communication != "auto" or self._shards == 1:
             return self.cfg.communication != "micro_batch"
         self.window = False
-        whole = parameters * (self.dtype.itemsize + 4)
         return self.world.max(float(whole > self.free_memory() / 2)) == 0
 
     def free_memory(self) -> float:
         """Bytes left for activations on this rank's device once gradients and Adam's moments of its shard are there, and what a window keeps whole: parameters
         in the compute dtype and gradients in fp32. On a CPU it is an even share of the host's memory."""
         parameters = list(self.model.parameters())
-        kept = 12 * sum(local_part(p).numel() for p in parameters)
+        kept = 12 * sum(local_part(p).numel() for p in parameters if p.requires_grad)
         if self.window and hasattr(self.model, "set_requires_gradient_sync"):
-            kept += (self.dtype.itemsize + 4) * sum(p.numel() for p in parameters)
+            kept += sum((self.dtype.itemsize + 4 * p.requires_grad) * p.numel() for p in parameters)
         return free_bytes(self.world.device) - kept - _LOSS_BYTES
 
     @contextmanager
@@ -244,7 +268,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     "This rank's part of a sharded tensor, any other as it is."
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
-# %% ../nbs/03_strategies.ipynb #82f77fdd
+# %% ../nbs/03_strategies.ipynb #9f5c8463
 class DDP(Single):
     "Data parallel: the whole model on every rank."
 
@@ -254,8 +278,9 @@ class DDP(Single):
         device = self.world.device
         # buffers never change in training; the option not to send them around was renamed in torch 2.13
         keep_buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
+        self._place(model, set())
         return DistributedDataParallel(
-            model.to(device), device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True, **{keep_buffers: False}
+            model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True, **{keep_buffers: False}
         )
 
     @contextmanager
@@ -280,13 +305,18 @@ class FSDP(Single):
     def _wrap(self, model: nn.Module) -> nn.Module:
         return self._fully_shard(model)
 
-# %% ../nbs/03_strategies.ipynb #ee1a1ea3
+# %% ../nbs/03_strategies.ipynb #3f7fe412
 _STRATEGIES: dict[str, type[Single]] = {"single": Single, "ddp": DDP, "fsdp": FSDP}
 _TRAINING_BYTES = {torch.float32: 16, torch.float16: 22, torch.bfloat16: 22}  # fp32 parameter, gradient, two moments; in half a copy and whole gradients
 
 
-def make_strategy(cfg: RunConfig, world: World, num_parameters: int) -> tuple[Single, str]:
-    "The strategy `cfg` names, or the one `auto` chooses, and the reason in words. Raises `ConfigError` for `single` on several ranks."
+_PACKED_BYTES = {"8bit": 1.1, "4bit": 0.6}  # a parameter, with scales
+
+
+def make_strategy(cfg: RunConfig, world: World, trainable: int, frozen: int = 0, quantization: str = "none") -> tuple[Single, str]:
+    """The strategy `cfg` names, or the one `auto` chooses for so many `trainable` and `frozen` parameters, and the reason in words.
+
+    Raises `ConfigError` for `single` on several ranks, and where it takes fsdp, which 8-bit weights and optimizers are not made for."""
     if cfg.strategy != "auto":
         if cfg.strategy == "single" and world.size > 1:
             raise ConfigError(f"strategy='single' cannot run on {world.size} processes; use 'ddp' or 'fsdp', or start one process.")
@@ -295,12 +325,18 @@ def make_strategy(cfg: RunConfig, world: World, num_parameters: int) -> tuple[Si
         return Single(cfg, world), "one process"
     if world.device.type != "cuda":
         return DDP(cfg, world), f"{world.size} processes on a CPU"
-    needed = _TRAINING_BYTES[compute_dtype(cfg.dtype, world.device)] * num_parameters / 2**30
+    dtype = compute_dtype(cfg.dtype, world.device)
+    needed = (_TRAINING_BYTES[dtype] * trainable + _PACKED_BYTES.get(quantization, dtype.itemsize) * frozen) / 2**30
     memory = torch.cuda.get_device_properties(world.device).total_memory / 2**30
     chosen = DDP if needed < 0.75 * memory else FSDP
     if chosen is FSDP and cfg.optimizer == "adamw_8bit":
         raise ConfigError(
             f"training state needs {needed:.1f} GiB, a GPU has {memory:.1f} GiB: that takes fsdp, for which optimizer='adamw_8bit' is not made; "
             "use optimizer='adamw'."
+        )
+    if chosen is FSDP and quantization == "8bit":
+        raise ConfigError(
+            f"training state needs {needed:.1f} GiB, a GPU has {memory:.1f} GiB: that takes fsdp, which 8-bit weights do not survive; "
+            "use tuning='qlora' (4-bit)."
         )
     return chosen(cfg, world), f"training state needs {needed:.1f} GiB, a GPU has {memory:.1f} GiB"

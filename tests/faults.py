@@ -8,6 +8,7 @@ Repetition is cheap because runs are forked from a server that has torch importe
 import argparse
 import contextlib
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -50,7 +51,7 @@ def make_material(folder):
     PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder / "model")
     rng = random.Random(0)
     texts = [f"id{i} " + " ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randint(3, 24))) for i in range(TEXTS)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text, "label": text.count("w1") % 2}) + "\n" for text in texts))
     return folder
 
 
@@ -72,6 +73,26 @@ def traced(epoch_steps, run_dir, rank):
     return steps
 
 
+def guarded(run, run_dir, rank):
+    "`Training.run`, writing down the digest of this rank's frozen parameters before and after."
+    import torch
+
+    def frozen(training):
+        digest = hashlib.sha256()
+        for parameter in training.strategy.unwrap_model().parameters():
+            if not parameter.requires_grad:
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                digest.update(bytes(local.detach().clone().view(-1).view(torch.uint8).numpy()))
+        return digest.hexdigest()
+
+    def watched(training):
+        before = frozen(training)
+        outcome = run(training)
+        (Path(run_dir) / f"frozen{rank}.json").write_text(json.dumps([before, frozen(training)]))
+        return outcome
+    return watched
+
+
 def serve():
     "Read one JSON request a line from standard input, fork an agent with its ranks for each, and answer with its process id."
     import torch
@@ -85,6 +106,8 @@ def serve():
     tqdm.set_lock(threading.RLock())  # its own is a semaphore that forks share: killed with it in hand, a rank would stop all ranks after it
     AutoModelForCausalLM.from_pretrained(sys.argv[2])
     AutoTokenizer.from_pretrained(sys.argv[2])
+    for name in sys.argv[3:]:
+        importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -131,16 +154,17 @@ def be_rank(run_dir, rank, nproc, agent, store):
     stop = StopSignal(lambda: training._hopeless(RunDir(run_dir)))
     training.dist.init_process_group("gloo", store=training.dist.FileStore(store, nproc), rank=rank, world_size=nproc)
     training.epoch_steps = traced(training.epoch_steps, run_dir, rank)
+    training.Training.run = guarded(training.Training.run, run_dir, rank)
     training.main(RunDir(run_dir), stop)
 
 
 class Server:
     "Starts runs in milliseconds."
 
-    def __init__(self, model):
+    def __init__(self, model, *modules):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "serve", str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            [sys.executable, __file__, "serve", str(model), *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )
         assert self._process.stdout.readline() == "ready\n"
 
