@@ -34,8 +34,9 @@ def config(data, root, arm, seed=0, **settings):
     from multigpu_ft import RunConfig
 
     return RunConfig(
-        model=str(encoder()), task="classification", dataset=str(data / "train.tsv"), eval_dataset=str(data / "dev.tsv"), text_field="sentence", eval_every=24,
-        slice_size=10**6, max_length=64, batch_size=16, nproc=2, lr_scheduler="linear", run_root=str(root), resume_file="none", seed=seed, **{**ARMS[arm], **settings},
+        model=str(encoder()), task="classification", dataset=str(data / "train.tsv"), eval_dataset=str(data / "dev.tsv"), text_field="sentence",
+        slice_size=10**6, max_length=64, batch_size=16, nproc=2, run_root=str(root), resume_file="none", seed=seed,
+        **{"eval_every": 24, **ARMS[arm], **settings},
     )
 
 
@@ -85,7 +86,7 @@ def be_peer(data, arm, seed, root):
         model,
         TrainingArguments(
             root, per_device_train_batch_size=16, per_device_eval_batch_size=64, num_train_epochs=1, learning_rate=settings["learning_rate"], weight_decay=0.01,
-            lr_scheduler_type="linear", seed=seed, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
+            lr_scheduler_type="constant", seed=seed, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
         ),
         train_dataset=sets["train"], eval_dataset=sets["dev"], data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda p: {"accuracy": float((np.argmax(p.predictions, -1) == p.label_ids).mean())},
@@ -108,7 +109,8 @@ def draw(results):
         for number, run in enumerate(runs["peer"]):
             label = "Trainer + peft, at the end" if number == 0 and color == "tab:green" else None
             axes.plot(run["steps"] + 4, run["accuracy"], "x", color=color if label is None else color, label=label)
-    axes.set(xlabel="optimizer step (32 sentences)", ylabel="accuracy on 872 dev sentences", ylim=(0.45, 0.9), title="SST-2, all-MiniLM-L6-v2, one epoch, 2 ranks")
+    axes.set(xlabel="optimizer step (32 sentences)", ylabel="accuracy on 872 dev sentences", ylim=(0.45, 0.9))
+    axes.set_title("SST-2, all-MiniLM-L6-v2, one epoch, 2 ranks")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(RESULTS / "accuracy.png")

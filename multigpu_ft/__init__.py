@@ -6,6 +6,7 @@ from importlib import import_module
 _HOMES = {
     "RunConfig": "config", "RunDir": "config", "ConfigError": "config", "DataError": "config", "ModelError": "config",
     "CheckpointError": "config", "launch": "launcher", "Run": "launcher", "RunFailed": "launcher", "run_slices": "slices", "Slices": "slices",
+    "load_export": "exports",
 }
 __all__ = list(_HOMES)
 

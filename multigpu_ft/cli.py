@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['parse_config', 'describe', 'flags', 'main']
 
-# %% ../nbs/13_cli.ipynb #30c56e4a
+# %% ../nbs/13_cli.ipynb #55d03724
 import json
 import shlex
 import signal
@@ -15,7 +15,7 @@ from typing import Any
 
 import tyro
 
-from .config import PRESETS, STOPPED_EXIT_CODE, RunConfig, refuse_secrets
+from .config import PRESET_NEEDS, PRESETS, STOPPED_EXIT_CODE, RunConfig, refuse_secrets
 from .launcher import Run, RunFailed, changed_settings, launch
 from .slices import run_slices
 
@@ -60,7 +60,7 @@ def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
         print(describe(run))
     return result
 
-# %% ../nbs/13_cli.ipynb #f26609ab
+# %% ../nbs/13_cli.ipynb #070728ea
 def describe(run: Run) -> str:
     "What came of `run`, in a few lines: state, loss before and after on the texts of its first step, and where its results lie."
     status, path = run.status, run.dir.path
@@ -70,8 +70,13 @@ def describe(run: Run) -> str:
         lines.append(f"loss      {status['loss_before']:.4f} at the start{after}  (nats per token, on the texts of the first step)")
     if (path / "report" / "loss.png").exists():
         lines.append(f"picture   {path / 'report' / 'loss.png'}")
+    if (before := status.get("eval_before")) and (after := status.get("eval_after")):
+        scores = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in ("loss", "accuracy", "f1") if name in after]
+        lines.append(f"evaluated {', '.join(scores)}")
     if status.get("export"):
-        lines.append(f"model     {status['export']}")
+        lines.append(f"{'model' if run.config.tuning == 'full' else 'adapter':9} {status['export']}")
+    if status.get("merged"):
+        lines.append(f"merged    {status['merged']}")
     if status.get("skipped_steps"):
         lines.append(f"skipped   {status['skipped_steps']} steps, whose gradient was not finite")
     if run.state == "stopped":
@@ -103,8 +108,8 @@ def _presets(arguments: list[str], as_json: bool) -> dict[str, Any]:
     tyro.cli(_no_options, args=arguments, prog="multigpu-ft presets")
     if not as_json:
         for name in PRESETS:
-            print(f"{name:16} {RunConfig.preset(name)!r}")
-    return PRESETS
+            print(f"{name:16} needs {PRESET_NEEDS[name]}\n{'':16} {RunConfig.preset(name)!r}\n{'':16} multigpu-ft train --preset {name}\n")
+    return {name: {"needs": PRESET_NEEDS[name], **settings} for name, settings in PRESETS.items()}
 
 
 def _no_options() -> None:

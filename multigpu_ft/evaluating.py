@@ -28,10 +28,10 @@ def scores(confusion: np.ndarray) -> dict[str, float]:
     f1 = 2 * hits / np.maximum(1, real + predicted)
     return {"accuracy": float(hits.sum() / max(1, confusion.sum())), "f1": float(f1[1] if len(f1) == 2 else f1.mean())}
 
-# %% ../nbs/05b_evaluating.ipynb #8c413624
+# %% ../nbs/05b_evaluating.ipynb #400a3a8c
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    "Without dropout and without gradients. Afterwards parameters are as they were, sharded ones in shards: FSDP would leave them whole until the next backward pass."
+    "Without dropout and without gradients. Afterwards sharded parameters are in shards again: FSDP would leave them whole until the next backward pass."
     to_evaluation_mode(model)
     with torch.no_grad():
         yield

@@ -157,7 +157,7 @@ def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]
         parts.append(status["activity"])
     return " · ".join(parts)
 
-# %% ../nbs/10_launcher.ipynb #510cfaf6
+# %% ../nbs/10_launcher.ipynb #8341b940
 _STOP_GRACE_S = 7.0  # ranks have to be gone 10 s after an interrupt, unless a step is longer or a checkpoint is being written
 _SAVE_GRACE_S = 300.0
 
@@ -262,7 +262,7 @@ class Run:
             self.dir.update_status(state="stopped", message="killed", activity=None)
 
     def plot(self) -> Any:
-        "The loss over steps as a matplotlib figure, which a notebook shows."
+        "Loss over steps, and what was evaluated, as a matplotlib figure, which a notebook shows."
         figures_as_png()
         return loss_figure(self.metrics, self.name)
 
@@ -335,7 +335,7 @@ class Run:
 
             display(Image(data=path.read_bytes()))
 
-# %% ../nbs/10_launcher.ipynb #19c8741a
+# %% ../nbs/10_launcher.ipynb #d1f0aaeb
 def loss_figure(metrics: list[dict[str, Any]], title: str) -> Any:
     "Loss over steps of `metrics`, with a running mean, as a matplotlib `Figure`."
     import numpy as np
@@ -349,13 +349,25 @@ def loss_figure(metrics: list[dict[str, Any]], title: str) -> Any:
     lower = np.maximum(0, upper - window)
     mean = (sums[upper] - sums[lower]) / (upper - lower)
     thin = np.unique(np.linspace(0, len(losses) - 1, 2000).astype(int)) if len(losses) else []
-    figure = Figure(figsize=(6.4, 3.2), dpi=100, layout="constrained")
-    axes = figure.subplots()
+    evaluated = [m for m in metrics if "eval_loss" in m]
+    scored = bool(evaluated) and "eval_accuracy" in evaluated[0]
+    figure = Figure(figsize=(6.4, 5.2 if scored else 3.2), dpi=100, layout="constrained")
+    panels = figure.subplots(2 if scored else 1, sharex=True, squeeze=False)[:, 0]
+    axes = panels[0]
     axes.plot(steps[thin], losses[thin], color="tab:blue", alpha=0.3, linewidth=1, label="each logged step")
     axes.plot(steps[thin], mean[thin], color="tab:blue", linewidth=2, label=f"mean of the last {window}")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    marks = {"marker": "o", "markersize": 4}
+    if evaluated:
+        axes.plot([m["step"] for m in evaluated], [m["eval_loss"] for m in evaluated], color="tab:orange", label="evaluation", **marks)
+    if scored:
+        for name, color in (("accuracy", "tab:orange"), ("f1", "tab:green")):
+            panels[1].plot([m["step"] for m in evaluated], [m[f"eval_{name}"] for m in evaluated], color=color, label=f"evaluation, {name}", **marks)
+        panels[1].set(ylabel="share")
+    axes.set(ylabel="loss (nats per text)" if scored else "loss (nats per token)", title=title)
+    panels[-1].set(xlabel="optimizer step")
+    for panel in panels:
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False)
     return figure
 
 
@@ -377,7 +389,7 @@ def save_png(figure: Any, path: Path) -> None:
     figure.savefig(raw, format="png")
     Image.open(raw).convert("RGB").quantize(64).save(path, optimize=True)
 
-# %% ../nbs/10_launcher.ipynb #63cca0a4
+# %% ../nbs/10_launcher.ipynb #e383e580
 def launch(cfg: RunConfig, *, wait: bool = True) -> Run:
     """Start `cfg` on all GPUs, or on 2 processes without one; with `wait`, show its progress until it has ended.
 

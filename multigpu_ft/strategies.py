@@ -6,7 +6,7 @@
 __all__ = ['World', 'join_world', 'compute_dtype', 'free_bytes', 'LossScale', 'Single', 'local_part', 'DDP', 'FSDP',
            'make_strategy']
 
-# %% ../nbs/03_strategies.ipynb #21389dcf
+# %% ../nbs/03_strategies.ipynb #bcf4b06f
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .config import ConfigError, RunConfig
-from .loading import check_packed, let_go, packed_outputs, receive
-from .models import transformer_blocks
+from .loading import check_packed, let_go, packed_outputs, receive, trim_heap
+from .models import packed_layers, transformer_blocks
 
 # %% ../nbs/03_strategies.ipynb #cc8a0a4f
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class LossScale:
             self.value.fill_(state["value"])
             self._good_steps.fill_(state["good_steps"])
 
-# %% ../nbs/03_strategies.ipynb #d436702d
+# %% ../nbs/03_strategies.ipynb #6e01b5f3
 _LOSS_BYTES = 2**30  # what the chunked loss holds at its peak, generously
 
 
@@ -160,7 +160,8 @@ class Single:
     def _place(self, unit: nn.Module, leave: set[nn.Module]) -> list[torch.Tensor]:
         "Have the tensors of `unit` on the device, of modules to `leave` excepted. Returns those that are to be let go when it is sharded."
         if self._streamed:
-            return receive(unit, leave, self.world.device, self.world.is_main)
+            # packed layers are checked while they are whole
+            return receive(unit, leave, self.world.device, self.world.rank, 1 if packed_layers(unit) and unit is not self.model else self._shards)
         unit.to(self.world.device)
         return []
 
@@ -188,6 +189,7 @@ class Single:
             done.add(unit)
             if self._shards > 1 or self.world.device.type != "cpu":
                 let_go(originals)
+                trim_heap()
         for block, after in zip(blocks, blocks[1:], strict=False):  # one block ahead, also where the CPU is no faster than the device
             block.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([block])

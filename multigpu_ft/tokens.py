@@ -97,7 +97,7 @@ def tokenize_labelled(texts: list[Any], labels: list[int], tokenizer: Any, max_l
             found.append(Text(np.array(ids, np.int32), None, labels[start + number], segments))
     return TokenizedTexts(found, _pad_id(tokenizer))
 
-# %% ../nbs/01a_tokens.ipynb #348787ef
+# %% ../nbs/01a_tokens.ipynb #6ba34648
 _OTHER_WORDS = "\ue000\ue001\ue002"  # private-use characters: no conversation has them
 _MARKED = re.compile(r"\{%-?\s*generation\b")
 # Llama 3's template puts today's date in, and a run that goes on tomorrow would have other texts; this is the template's own default
@@ -122,8 +122,9 @@ def assistant_spans(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str
         start = _common(text, other)
         end = len(text) - _common(text[start:][::-1], other[start:][::-1])
         if number:
-            asked = write(messages[:number], add_generation_prompt=True)
-            start = len(asked) if text.startswith(asked) and len(asked) <= start else start
+            asked, before = write(messages[:number], add_generation_prompt=True), write(messages[:number])
+            if asked != before and text.startswith(asked) and len(asked) <= start:
+                start = len(asked)
         spans.append((start, end))
     return text, spans
 

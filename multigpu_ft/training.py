@@ -89,7 +89,7 @@ def step_loss(strategy: Single, step: Step) -> float:
         total = sum(strategy.forward(**to_device(m, strategy.world.device))[1].sum(dtype=torch.float64).item() for m in step.micro_batches)
     return strategy.world.sum(total)[0] / max(1, step.targets)
 
-# %% ../nbs/06_training.ipynb #ba15939e
+# %% ../nbs/06_training.ipynb #cce3cd48
 _FEW_STEPS = 10  # fewer are hardly what somebody wants who did not ask for them
 _NON_FINITE_IN_A_ROW = 25  # an fp16 scale of 65,536 halved 25 times is far below 1; more cannot help
 
@@ -381,7 +381,9 @@ class Training:
     def _evaluate(self) -> dict[str, float]:
         "Scores on the data to evaluate on. A collective."
         self.beat(IDLE)
+        self.tracker.status(activity="evaluating")
         self.evaluation = evaluate_texts(self.strategy, self.eval_texts, self.cfg.batch_size, len(self.label_names or []))
+        self.tracker.status(activity=None)
         return self.evaluation
 
     def _agree(self) -> tuple[bool, bool]:

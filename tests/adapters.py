@@ -55,8 +55,8 @@ def config(material, root, architecture, tuning, strategy, **settings):
     workers = {"nproc": 1, "batch_size": 4} if strategy == "single" else {"nproc": 2, "batch_size": 2}
     kind = {"task": "classification"} if is_classifier(architecture) else {}
     return faults.config(
-        material, root, model=str(material / architecture), tuning=tuning, strategy=strategy, lora_dropout=0.0, num_epochs=1, save_every=None, learning_rate=1e-2,
-        merge_adapter=tuning != "full", **{**workers, **kind, **settings},
+        material, root, tuning=tuning, strategy=strategy, num_epochs=1, save_every=None, learning_rate=1e-2,
+        **{"model": str(material / architecture), "lora_dropout": 0.0, "merge_adapter": tuning != "full", **workers, **kind, **settings},
     )
 
 
@@ -78,7 +78,8 @@ def try_cell(server, material, root, architecture, tuning, strategy, **settings)
     parts = whole.replace(run_root=str(root / "parts"), resume_file="auto")
     begun, runs = time.perf_counter(), [server.finish(whole), server.finish(parts.replace(max_steps=5)), server.finish(parts)]
     for run in runs:
-        assert run.status()["state"] == "done", "\n".join([f"{architecture} {tuning} {strategy}", *(line for rank in (0, 1) if run.log_file(rank).exists() for line in run.log_file(rank).read_text().splitlines()[-25:])])
+        logs = "\n".join(path.read_text()[-2000:] for path in sorted(run.path.glob("logs/rank*.log")))
+        assert run.status()["state"] == "done", f"{architecture} {tuning} {strategy}\n{logs}"
     first, first_part, second_part = map(losses, runs)
     frozen = [json.loads(path.read_text()) for run in runs for path in sorted(run.path.glob("frozen*.json"))]
     status = runs[0].status()
@@ -86,7 +87,7 @@ def try_cell(server, material, root, architecture, tuning, strategy, **settings)
         "architecture": architecture, "tuning": tuning, "strategy": strategy, "losses": first, "resumed": max(map(difference, first, first_part + second_part)),
         "frozen_stay": all(before == after for before, after in frozen), "quantization": status["quantization"], "trainable": status["trainable_parameters"],
         "exports": [status[key] for key in ("export", "merged") if key in status], "seconds": round(time.perf_counter() - begun, 2),
-        "checkpoint_bytes": status["save"]["bytes"], "steps": len(first),
+        "checkpoint_bytes": status["save"]["bytes"], "eval_after": status.get("eval_after"),
     }
 
 
@@ -106,12 +107,13 @@ for folder in json.load(sys.stdin):
     check, adapter = json.loads((Path(folder) / "check.json").read_text()), Path(folder) / "adapter_config.json"
     cls = AutoModelForSequenceClassification if check["task"] == "classification" else AutoModelForCausalLM
     if adapter.exists():
-        packed = {"4bit": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32),
-                  "8bit": BitsAndBytesConfig(load_in_8bit=True)}.get(check["quantization"])
+        in_4_bit = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+        packed = {"4bit": BitsAndBytesConfig(**in_4_bit), "8bit": BitsAndBytesConfig(load_in_8bit=True)}.get(check["quantization"])
         if packed and check["task"] == "classification":
             packed.llm_int8_skip_modules = ["classifier", "pre_classifier"]
         settings = {"quantization_config": packed, "device_map": {"": "cpu"}} if packed else {}
-        model = PeftModel.from_pretrained(cls.from_pretrained(json.loads(adapter.read_text())["base_model_name_or_path"], dtype=torch.float32, **settings), folder)
+        base = json.loads(adapter.read_text())["base_model_name_or_path"]
+        model = PeftModel.from_pretrained(cls.from_pretrained(base, dtype=torch.float32, **settings), folder)
     else:
         model = cls.from_pretrained(folder, dtype=torch.float32)
     model.eval()
@@ -154,7 +156,8 @@ def main():
         loaded = reload([folder for cell in cells for folder in cell["exports"]])
     for cell in cells:
         cell["reloaded"] = [abs(found - expected) for found, expected in (loaded[folder] for folder in cell.pop("exports"))]
-        shown = {k: f"{v:.1e}" if isinstance(v, float) else v for k, v in cell.items() if k in ("from_single", "resumed", "frozen_stay", "seconds", "trainable")}
+        columns = ("from_single", "resumed", "frozen_stay", "seconds", "trainable")
+        shown = {k: f"{v:.1e}" if isinstance(v, float) else v for k, v in cell.items() if k in columns}
         print(f"{cell['architecture']:10} {cell['tuning']:8} {cell['strategy']:6} {cell['losses'][0]:.3f} -> {cell['losses'][-1]:.3f}", shown,
               "reloaded", " ".join(f"{d:.1e}" for d in cell["reloaded"]))
     if options.json:
