@@ -120,22 +120,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="*", default=list(ARMS))
+    parser.add_argument("--add", action="store_true", help="to the results there are")
     parser.add_argument("--peer", nargs=3)
     options = parser.parse_args()
     if options.peer:
         arm, seed, root = options.peer
         return be_peer(options.data, arm, int(seed), root)
     path = RESULTS / "classification.json"
-    results = {arm: {"ours": [], "peer": []} for arm in ARMS}
+    results = json.loads(path.read_text()) if options.add else {arm: {"ours": [], "peer": []} for arm in ARMS}
     for seed in options.seeds:
-        for arm in ARMS:  # interleaved
+        for arm in options.arms:  # interleaved
             results[arm]["ours"].append(ours(options.data, arm, seed))
             results[arm]["peer"].append(peer(options.data, arm, seed))
             path.write_text(json.dumps(results, indent=1))
             print(seed, arm, {who: (runs[-1]["accuracy"], round(runs[-1]["seconds"])) for who, runs in results[arm].items()}, flush=True)
     for arm, runs in results.items():
         shown = {who: f"{statistics.median(r['accuracy'] for r in found):.4f}" for who, found in runs.items()}
-        print(f"{arm:10} asked {WANTED[arm]}", shown)
+        print(f"{arm:10} asked {WANTED[arm]}", shown, f"n={len(runs['ours'])}")
     draw(results)
 
 

@@ -6,7 +6,7 @@
 __all__ = ['Progress', 'next_progress', 'Save', 'CheckpointWriter', 'checkpoint_bytes', 'export_bytes', 'room_for', 'find_damage',
            'load_checkpoint']
 
-# %% ../nbs/04_checkpoints.ipynb #cfb9f07a
+# %% ../nbs/04_checkpoints.ipynb #f3d2c7d8
 import json
 import random
 import shutil
@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from .batches import Order
 from .config import PARTIAL, CheckpointError, RunConfig, RunDir, short_name, write_json
 from .lineage import PROGRESS_FILE, commit, damaged, digest, flush, kept_checkpoints, read_progress, retire, size, verify_checkpoint
+from .models import count_weights
 from .strategies import Single, World, local_part
 
 # %% ../nbs/04_checkpoints.ipynb #1a8cfdca
@@ -328,7 +329,7 @@ class CheckpointWriter:
             print(f"older checkpoints could not be deleted: {error}", flush=True)
             return path, save.deleted
 
-# %% ../nbs/04_checkpoints.ipynb #a09bc917
+# %% ../nbs/04_checkpoints.ipynb #03ae43ab
 def checkpoint_bytes(cfg: RunConfig, strategy: Single) -> int:
     "What a checkpoint will take, before there is one: what is trained, and AdamW's two moments of it."
     trained = [p for p in strategy.model.parameters() if p.requires_grad]
@@ -338,9 +339,8 @@ def checkpoint_bytes(cfg: RunConfig, strategy: Single) -> int:
 
 def export_bytes(cfg: RunConfig, strategy: Single) -> int:
     "What the export will take: all weights in the compute dtype, or an adapter in fp32, and the merged weights too if they are asked for."
-    whole = sum(p.numel() for p in strategy.model.parameters()) * strategy.dtype.itemsize
-    adapter = sum(p.numel() * p.element_size() for p in strategy.model.parameters() if p.requires_grad)
-    return whole if cfg.tuning == "full" else adapter + whole * cfg.merge_adapter
+    adapter = 0 if cfg.tuning == "full" else sum(p.numel() * p.element_size() for p in strategy.model.parameters() if p.requires_grad)
+    return adapter + (cfg.tuning == "full" or cfg.merge_adapter) * sum(count for _, count in count_weights(strategy.model)) * strategy.dtype.itemsize
 
 
 def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | None) -> int:

@@ -60,7 +60,7 @@ def refuse_secrets(values: dict[str, Any]) -> None:
         ):
             raise ConfigError(f"the value of {name!r} has the shape of an access token; {_SECRET_REMEDY}.")
 
-# %% ../nbs/00_config.ipynb #78e260a5
+# %% ../nbs/00_config.ipynb #968d973e
 def _field(
     default: Any, group: str, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> Any:
@@ -91,26 +91,18 @@ class RunConfig(BaseModel):
     model: str = _field(BUILTIN_MODEL, "model", "Hub id or local folder of a causal language model, or builtin:opt-tiny")
     revision: str | None = _field(None, "model", "branch, tag or commit of the model on the Hub")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = _field("sdpa", "model", "attention kernel")
-    tuning: Literal["full", "lora", "qlora", "lora8bit"] = _field(
-        "full", "model", "train all weights, or an adapter (LoRA) on frozen ones: as they are, in 4 bit (qlora) or in 8 bit"
-    )
+    tuning: Literal["full", "lora", "qlora", "lora8bit"] = _field("full", "model", "train all weights, or an adapter on frozen ones, whole or in 4 or 8 bit")
     lora_r: int = _field(8, "model", "rank of the adapter's matrices", low=1, high=1024)
     lora_alpha: float = _field(16, "model", "the adapter counts lora_alpha / lora_r times", above=0)
     lora_dropout: float = _field(0.05, "model", "dropout before the adapter", low=0, high=0.9)
-    lora_target_modules: str = _field(
-        "all-linear", "model", "linear layers that get an adapter: all-linear, attention, query-value, or names with commas between"
-    )
-    quantization: Literal["auto", "none", "8bit", "4bit"] = _field(
-        "auto", "model", "frozen weights of an adapter in 8 or 4 bit; auto: what tuning says, for lora 8-bit on one GPU and none on several"
-    )
+    lora_target_modules: str = _field("all-linear", "model", "linear layers with an adapter: all-linear, attention, query-value, or names with commas between")
+    quantization: Literal["auto", "none", "8bit", "4bit"] = _field("auto", "model", "an adapter's frozen weights; auto: as tuning says; lora: 8bit on one GPU")
     merge_adapter: bool = _field(False, "model", "also export the model with the adapter merged into its weights")
 
     dataset: str = _field(BUILTIN_DATASET, "data", "Hub id, local .jsonl .json .csv .tsv .parquet .txt file, or builtin:python-docs")
     dataset_split: str = _field("train", "data", "split of a Hub dataset")
     dataset_revision: str | None = _field(None, "data", "branch, tag or commit of the dataset on the Hub")
-    task: Literal["causal-lm", "chat", "classification"] = _field(
-        "causal-lm", "data", "predict the next token of texts, only of the assistant's turns in conversations, or a label"
-    )
+    task: Literal["causal-lm", "chat", "classification"] = _field("causal-lm", "data", "learn all tokens, the assistant's turns of conversations, or a label")
     text_field: str = _field("text", "data", "column that holds the text")
     text_pair_field: str | None = _field(None, "data", "column of a second text, for classifying pairs")
     label_field: str = _field("label", "data", "column that holds the label, a whole number from 0 or 1 on or a name")
@@ -128,9 +120,7 @@ class RunConfig(BaseModel):
     num_epochs: int = _field(1, "training", "passes over the slice (epochs)", low=1)
     initial_epoch: int = _field(1, "training", "number of the first epoch on this slice; raise it to train further epochs later", low=1)
     max_steps: int | None = _field(None, "training", "stop after this many optimizer steps of this run; empty: no limit (steps)", low=1)
-    batch_size: int = _field(
-        4, "training", "rows of one micro-batch on one GPU: texts if padded, else of up to max_length tokens, packed or bucketed (rows)", low=1
-    )
+    batch_size: int = _field(4, "training", "rows of a micro-batch on one GPU: texts if padded, else packed or bucketed up to max_length tokens (rows)", low=1)
     accum_steps: int = _field(1, "training", "micro-batches accumulated for one optimizer step", low=1)
     learning_rate: float = _field(
         None, "training",
@@ -140,19 +130,13 @@ class RunConfig(BaseModel):
     lr_scheduler: Literal["constant", "linear", "cosine"] = _field("constant", "training", "course of the learning rate after the warm-up")
     warmup_steps: int = _field(0, "training", "steps of linear warm-up, once per optimizer, not per slice (steps)", low=0)
     schedule_start_idx: int = _field(0, "training", "first row of the slices that one learning-rate schedule spans (rows)", low=0)
-    schedule_end_idx: int | None = _field(
-        None, "training", "row after the last of that series; empty: each slice has its own schedule (rows)", low=1
-    )
+    schedule_end_idx: int | None = _field(None, "training", "row after the last of that series; empty: each slice has its own schedule (rows)", low=1)
     optimizer: Literal["adamw", "adamw_8bit"] = _field("adamw", "training", "AdamW fused in fp32, or with 8-bit moments (bitsandbytes; single and ddp)")
     weight_decay: float = _field(0.01, "training", "decoupled weight decay of AdamW, for matrices; biases and norms have none", low=0, high=1)
     max_grad_norm: float | None = _field(1.0, "training", "clip the global gradient norm to this; empty: no clipping", above=0)
 
-    strategy: Literal["auto", "single", "ddp", "fsdp"] = _field(
-        "auto", "parallelism", "how GPUs share the work; auto: single on one, ddp where the model fits, else fsdp"
-    )
-    sharding: Literal["full_shard", "shard_grad_op"] = _field(
-        "full_shard", "parallelism", "what fsdp shards: also the parameters, or only gradients and optimizer state"
-    )
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = _field("auto", "parallelism", "how GPUs share work; auto: single on one, ddp if it fits, else fsdp")
+    sharding: Literal["full_shard", "shard_grad_op"] = _field("full_shard", "parallelism", "what fsdp shards: all, or only gradients and optimizer state")
     communication: Literal["auto", "window", "micro_batch"] = _field(
         "auto", "parallelism", "fsdp gathers parameters and reduces gradients once per accumulation window or per micro-batch; auto: window where memory allows"
     )
@@ -174,9 +158,7 @@ class RunConfig(BaseModel):
     save_every: int | None = _field(None, "checkpoint", "optimizer steps between two checkpoints; empty: by time and at the ends of epochs only (steps)", low=1)
     save_minutes: float | None = _field(30, "checkpoint", "minutes between two checkpoints; empty: by steps and at the ends of epochs only (minutes)", above=0)
     keep: int = _field(2, "checkpoint", "newest checkpoints that are kept, of this run and those it continues from", low=1)
-    disk_budget_gb: float | None = _field(
-        None, "checkpoint", "most that checkpoints may take on the disk, one being written included; empty: no limit (GB)", above=0
-    )
+    disk_budget_gb: float | None = _field(None, "checkpoint", "most that checkpoints may take on the disk, one being written too; empty: any (GB)", above=0)
     save_failure: Literal["continue", "stop"] = _field(
         "continue", "checkpoint", "when a checkpoint cannot be written: go on and say so, or stop; the last one of a run must succeed in any case"
     )
@@ -184,9 +166,7 @@ class RunConfig(BaseModel):
 
     max_hours: float | None = _field(None, "tracking", "stop in time to save before this many hours since launch; empty: no limit (hours)", above=0)
     log_every: int = _field(1, "tracking", "steps between two lines of metrics.jsonl (steps)", low=1)
-    eval_every: int | None = _field(
-        None, "tracking", "steps between two evaluations; empty: at the start and at the ends of epochs only (steps)", low=1
-    )
+    eval_every: int | None = _field(None, "tracking", "steps between two evaluations; empty: at the start and at the ends of epochs only (steps)", low=1)
 
     def __init__(self, **values: Any) -> None:
         refuse_secrets(values)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['load_tokenizer', 'model_class', 'load_config', 'order_labels', 'load_shell', 'head_modules', 'choose_quantization',
-           'packed_layers', 'to_evaluation_mode', 'load_model', 'transformer_blocks', 'checkpoint_activations',
-           'checkpoint_every']
+           'packed_layers', 'count_weights', 'to_evaluation_mode', 'load_model', 'transformer_blocks',
+           'checkpoint_activations', 'checkpoint_every']
 
 # %% ../nbs/02_models.ipynb #a2641547
 import importlib.util
@@ -173,10 +173,16 @@ def _quantization_config(quantization: str, dtype: torch.dtype, whole: list[str]
         )
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=whole) if quantization == "8bit" else None
 
-# %% ../nbs/02_models.ipynb #1e6ecf6f
+# %% ../nbs/02_models.ipynb #4a8d6224
 def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
     "The layers of `model` that bitsandbytes has quantized, by name."
     return {name: module for name, module in model.named_modules() if type(module).__module__.startswith("bitsandbytes.")}
+
+
+def count_weights(model: nn.Module) -> list[tuple[nn.Parameter, int]]:
+    "Each parameter of `model` with the number of weights in it, which of packed ones is more than its elements."
+    packed = {id(layer.weight): layer.in_features * layer.out_features for layer in packed_layers(model).values()}
+    return [(p, packed.get(id(p), p.numel())) for p in model.parameters()]
 
 
 def to_evaluation_mode(model: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Tracker', 'Stopwatch', 'peak_memory', 'flops_per_token', 'peak_flops', 'Interval']
 
-# %% ../nbs/05_tracking.ipynb #f7bdc751
+# %% ../nbs/05_tracking.ipynb #941ef611
 import json
 import math
 import os
@@ -20,6 +20,7 @@ from torch import nn
 
 from .batches import Step
 from .config import RunDir
+from .models import count_weights
 from .strategies import Single
 
 # %% ../nbs/05_tracking.ipynb #fc898857
@@ -112,7 +113,7 @@ def peak_memory(device: torch.device) -> int:
     "Most bytes this process has held at once: allocated on its GPU, or resident in the host's memory."
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-# %% ../nbs/05_tracking.ipynb #c2567621
+# %% ../nbs/05_tracking.ipynb #28ad65e8
 _PEAK_FLOPS = {  # dense, with half-precision inputs, from NVIDIA's data sheets; the first name found in the device's counts
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12,
     "V100": 125e12, "T4": 65e12, "P100": 21.2e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
@@ -125,7 +126,7 @@ def flops_per_token(model: nn.Module, mean_length: float) -> float:
     looked_up = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = model.get_output_embeddings()
     looked_up -= {id(p) for p in head.parameters()} if head else set()
-    multiplied = [(p.numel(), p.requires_grad) for p in model.parameters() if id(p) not in looked_up]
+    multiplied = [(count, p.requires_grad) for p, count in count_weights(model) if id(p) not in looked_up]
     attention = 12 * getattr(model.config, "num_hidden_layers", 0) * getattr(model.config, "hidden_size", 0) * mean_length / 2
     return sum(count * (6 if trained else 4) for count, trained in multiplied) + attention
 
