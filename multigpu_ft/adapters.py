@@ -18,7 +18,7 @@ from .config import ModelError, RunConfig
 from .losses import without_adapter
 from .models import head_modules, packed_layers
 
-# %% ../nbs/02c_adapters.ipynb #82ebf117
+# %% ../nbs/02c_adapters.ipynb #8706c7df
 _QUERY_VALUE = {"distilbert": ["q_lin", "v_lin"]}  # those that peft has no names for
 
 
@@ -38,14 +38,14 @@ def _is_classifier(model: nn.Module) -> bool:
 
 
 def target_modules(setting: str, model: nn.Module) -> list[str]:
-    "The last parts of the names of the layers that `setting` means in `model`. Raises `ModelError` naming those there are."
+    "The layers that `setting` means in `model`, by the last part of their names or in full. Raises `ModelError` naming those there are."
     layers = linear_layers(model)
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     if setting == "all-linear":
         return known
-    if setting == "attention":
-        wanted = list(dict.fromkeys(name.rpartition(".")[2] for name in layers if "att" in name.rpartition(".")[0]))
-    elif setting == "query-value":
+    if setting == "attention" and (wanted := [name for name in layers if "att" in name.rpartition(".")[0]]):
+        return wanted  # by their full names: BERT has a `dense` in its attention and others beside it
+    if setting == "query-value":
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
         wanted = _QUERY_VALUE.get(model.config.model_type) or TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type, [])
@@ -85,7 +85,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
 
-# %% ../nbs/02c_adapters.ipynb #ce845ee4
+# %% ../nbs/02c_adapters.ipynb #e4f6141e
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     "Each adapted layer with the name it has in the base model."
     from peft.tuners.lora import LoraLayer
@@ -110,15 +110,22 @@ def _unpacked(layer: nn.Module) -> torch.Tensor:
     if kind == "Linear4bit":
         from bitsandbytes.functional import dequantize_4bit
 
-        return dequantize_4bit(weight, layer.quant_state)
+        return _as_it_was(layer, dequantize_4bit(weight, layer.quant_state))
     if kind == "Linear8bitLt":
         scales = layer.state.SCB if layer.state.SCB is not None else layer.weight.SCB
-        return weight.float() * scales.float().unsqueeze(1) / 127  # LLM.int8: a scale a row, its largest value
+        return _as_it_was(layer, weight.float() * scales.float().unsqueeze(1) / 127)  # LLM.int8: a scale a row, its largest value
     return weight
 
 
-def merged_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    "All weights of the base model by the names it gives them, adapters and trained heads in their places, on the CPU. A collective if `model` is sharded."
+def _as_it_was(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    "GPT-2's layers hold their weights the other way round, and were turned when they were packed."
+    return weight.T.contiguous() if getattr(getattr(layer, "source_cls", None), "__name__", "") == "Conv1D" else weight
+
+
+def merged_weights(model: nn.Module, dtype: torch.dtype, keep: bool = True) -> dict[str, torch.Tensor]:
+    """All weights of the base model by the names it gives them, in `dtype` on the CPU, adapters and trained heads in their places.
+
+    A collective if `model` is sharded; a rank that need not `keep` them gets none."""
     layers, base, packed = dict(adapted_layers(model)), without_adapter(model), packed_layers(model).values()
     merged: dict[str, torch.Tensor] = {}
     for name, module in base.named_modules():
@@ -131,10 +138,14 @@ def merged_weights(model: nn.Module) -> dict[str, torch.Tensor]:
         if name in layers:
             layer, inner = layers[name], layers[name].get_base_layer()
             delta = whole(layer.lora_B["default"].weight).float() @ whole(layer.lora_A["default"].weight).float() * layer.scaling["default"]
-            tensors = {"weight": _unpacked(inner).float() + (delta.T if getattr(layer, "fan_in_fan_out", False) else delta)}
+            turned = type(inner).__name__ == "Conv1D" or getattr(getattr(inner, "source_cls", None), "__name__", "") == "Conv1D"
+            tensors = {"weight": _unpacked(inner).float() + (delta.T if turned else delta)}
             if inner.bias is not None:
                 tensors["bias"] = inner.bias
         elif module in packed:  # but none of the targets
             tensors = {**tensors, "weight": _unpacked(module)}
-        merged |= {f"{name}.{key}" if name else key: whole(value).cpu() for key, value in tensors.items()}
+        for key, value in tensors.items():
+            value = whole(value)
+            if keep:
+                merged[f"{name}.{key}" if name else key] = (value.to(dtype) if value.is_floating_point() else value).cpu()
     return merged

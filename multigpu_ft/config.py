@@ -60,7 +60,7 @@ def refuse_secrets(values: dict[str, Any]) -> None:
         ):
             raise ConfigError(f"the value of {name!r} has the shape of an access token; {_SECRET_REMEDY}.")
 
-# %% ../nbs/00_config.ipynb #968d973e
+# %% ../nbs/00_config.ipynb #d75e2439
 def _field(
     default: Any, group: str, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> Any:
@@ -72,7 +72,7 @@ BUILTIN_DATASET = "builtin:python-docs"
 _FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR = 1e-3, 2e-5, 2e-4
 
 
-_MAY_BE_NONE = ("max_grad_norm", "save_minutes")  # empty means something else than left out; papermill can say that with "none" only
+_MAY_BE_NONE = ("max_grad_norm", "save_minutes", "eval_split")  # empty means something else than left out; papermill can say that with "none" only
 
 
 class RunConfig(BaseModel):

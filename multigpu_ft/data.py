@@ -207,7 +207,7 @@ def count_rows(cfg: RunConfig) -> int | None:
         return sum(1 for line in _lines(path) if line.strip())
     return sum(1 for _ in _READERS[path.suffix](path, 0, sys.maxsize))
 
-# %% ../nbs/01_data.ipynb #5634b15a
+# %% ../nbs/01_data.ipynb #38c6635a
 @dataclass(frozen=True)
 class Texts:
     "The examples of one slice, in raw row order."
@@ -308,9 +308,11 @@ def load_texts(cfg: RunConfig, label_names: list[str] | None = None) -> Texts:
 
 
 def evaluation_config(cfg: RunConfig) -> RunConfig | None:
-    "`cfg` with the data to evaluate on in the place of the slice; `None` if there is none."
+    "`cfg` with the data to evaluate on in the place of the slice; `None` if there is none. Raises `DataError` for a split of data that has none."
     if not (cfg.eval_dataset or cfg.eval_split):
         return None
+    if not cfg.eval_dataset and (cfg.dataset == BUILTIN_DATASET or _local_file(cfg.dataset)):
+        raise DataError(f"eval_split={cfg.eval_split!r}, but {cfg.dataset} has no splits; name a file with eval_dataset, or set eval_split to none.")
     whole = {"start_idx": 0, "end_idx": None, "slice_size": 2**31, "schedule_start_idx": 0, "schedule_end_idx": None}
     revision = cfg.dataset_revision if cfg.eval_dataset in (None, cfg.dataset) else None
     return cfg.replace(dataset=cfg.eval_dataset or cfg.dataset, dataset_split=cfg.eval_split or "validation", dataset_revision=revision, **whole)

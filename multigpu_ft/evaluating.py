@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['scores', 'evaluating', 'to_device', 'step_loss', 'evaluate_texts']
 
-# %% ../nbs/03a_evaluating.ipynb #4d5ec034
+# %% ../nbs/03a_evaluating.ipynb #e834cd00
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +19,7 @@ from .models import to_evaluation_mode
 from .strategies import Single
 from .tokens import TokenizedTexts
 
-# %% ../nbs/03a_evaluating.ipynb #56ba9a4a
+# %% ../nbs/03a_evaluating.ipynb #318c6466
 def scores(confusion: np.ndarray) -> dict[str, float]:
     """Accuracy and F1 from `confusion`, `float[labels, labels]`: how many examples of the label in the first dimension were taken for the one in the second.
 
@@ -28,7 +28,7 @@ def scores(confusion: np.ndarray) -> dict[str, float]:
     f1 = 2 * hits / np.maximum(1, real + predicted)
     return {"accuracy": float(hits.sum() / max(1, confusion.sum())), "f1": float(f1[1] if len(f1) == 2 else f1.mean())}
 
-# %% ../nbs/03a_evaluating.ipynb #77823b7a
+# %% ../nbs/03a_evaluating.ipynb #38a330aa
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     "Without dropout and without gradients. Afterwards sharded parameters are in shards again: FSDP would leave them whole until the next backward pass."

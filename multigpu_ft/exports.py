@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHECK_FILE', 'export_model', 'load_export', 'hub_token', 'push_export', 'load_foreign', 'take_foreign']
 
-# %% ../nbs/04b_exports.ipynb #e581e68e
+# %% ../nbs/04b_exports.ipynb #a3edc385
 import copy
 import json
 import os
@@ -25,11 +25,11 @@ from .batches import collate
 from .config import BUILTIN_MODEL, CheckpointError, RunConfig, RunDir
 from .evaluating import evaluating, to_device
 from .losses import ClassifierLoss, LossModel, without_adapter
-from .models import load_model, model_class, to_evaluation_mode
+from .models import load_model, model_class, packed_layers, to_evaluation_mode
 from .strategies import Single, World
 from .tokens import Text
 
-# %% ../nbs/04b_exports.ipynb #ffa1ff54
+# %% ../nbs/04b_exports.ipynb #2dc607aa
 CHECK_FILE = "check.json"
 
 
@@ -50,13 +50,13 @@ def _measure(strategy: Single) -> dict[str, Any]:
     label = 0 if cfg.task == "classification" else None
     with evaluating(strategy.model):
         loss = _loss(strategy.forward, model, strategy.world.device, label)
-        measured = {"task": cfg.task, "dtype": str(strategy.dtype).removeprefix("torch."), "loss": loss}
+        measured = {"task": cfg.task, "attn_implementation": cfg.attn_implementation, "dtype": str(strategy.dtype).removeprefix("torch."), "loss": loss}
         if cfg.tuning != "full":
             with model.disable_adapter():
                 measured["base_loss"] = _loss(strategy.forward, model, strategy.world.device, label)
     return measured
 
-# %% ../nbs/04b_exports.ipynb #7d7b94be
+# %% ../nbs/04b_exports.ipynb #914a246e
 def export_model(run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokenizerBase, quantization: str = "none") -> dict[str, Any]:
     """Write what was trained to `run_dir`'s `export/`: the model, or its adapter, and with `merge_adapter` the model with the adapter in its weights to
     `merged/`. A collective; rank 0 writes.
@@ -73,7 +73,9 @@ def export_model(run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokeniz
             )
         outcome["export"] = _write_adapter(run_dir.path / "export", strategy, tokenizer, check)
         if cfg.merge_adapter:
-            outcome["merged"] = _write_whole(run_dir.path / "merged", strategy, tokenizer, merged_weights(model), {**check, "quantization": "none"})
+            outcome["merged"] = _write_whole(
+                run_dir.path / "merged", strategy, tokenizer, merged_weights(model, strategy.dtype, strategy.world.is_main), check
+            )
     dist.barrier()
     return {key: str(value) for key, value in outcome.items()}
 
@@ -114,6 +116,8 @@ def _write_adapter(folder: Path, strategy: Single, tokenizer: PreTrainedTokenize
             load_model(cfg, tokenizer, names).save_pretrained(partial / "base")
             described.base_model_name_or_path = str(folder / "base")
         model.save_pretrained(partial, state_dict=weights, save_embedding_layers=False)
+        if described.base_model_name_or_path != cfg.model or Path(cfg.model).exists():
+            (partial / "README.md").unlink(missing_ok=True)  # the Hub refuses a model card whose base model is a folder
         _publish(partial, folder, tokenizer, {**check, "label_names": names})
     return folder
 
@@ -128,7 +132,7 @@ def _publish(partial: Path, folder: Path, tokenizer: PreTrainedTokenizerBase, ch
     os.rename(partial, folder)
     shutil.rmtree(replaced)
 
-# %% ../nbs/04b_exports.ipynb #76d7c219
+# %% ../nbs/04b_exports.ipynb #c163a138
 def load_export(folder: str | Path, device: str | torch.device = "cpu") -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Model and tokenizer of an export, in evaluation mode on `device`: of `export/`, adapter or not, or of `merged/`.
 
@@ -145,13 +149,16 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> tuple
         from peft import PeftConfig, PeftModel
 
         described = PeftConfig.from_pretrained(str(folder))
-        cfg = RunConfig(model=described.base_model_name_or_path, revision=described.revision, task=check["task"], max_length=2)
+        cfg = RunConfig(
+            model=described.base_model_name_or_path, revision=described.revision, task=check["task"], attn_implementation=check["attn_implementation"],
+            max_length=2,
+        )
         base = load_model(cfg, tokenizer, check["label_names"], dtype, check["quantization"], device)
         model = PeftModel.from_pretrained(base, str(folder))
         origin = f"the base model, {cfg.model}, is another than the one it was trained on"
     else:
         model, origin = model_class(RunConfig(task=check["task"])).from_pretrained(folder, dtype=dtype), "its files were changed"
-    model = to_evaluation_mode(model.to(device))
+    model = to_evaluation_mode(model if packed_layers(model) else model.to(device))
     forward = ClassifierLoss(model) if label is not None else LossModel(model)
     found, expected = _loss(forward, model, device, label), check["loss"]
     # other kernels, other rounding; LLM.int8 rounds the activations too, and merged weights are not multiplied so
@@ -192,7 +199,7 @@ def push_export(folder: Path, repo: str) -> str:
         raise CheckpointError(f"the model is exported to {folder}, but could not be pushed to {repo}: {reason[:300]}") from error
     return f"https://huggingface.co/{repo}"
 
-# %% ../nbs/04b_exports.ipynb #d9647ce8
+# %% ../nbs/04b_exports.ipynb #22d61ff2
 def load_foreign(path: Path, model: nn.Module) -> list[dict[str, Any]]:
     """Put the weights of a `.pt` file with `MODEL_STATE`, or of a plain state dict, into `model`, which is not yet sharded.
 
@@ -232,6 +239,9 @@ def take_foreign(path: Path, model: nn.Module, cfg: RunConfig, world: World) -> 
             f"{path.name} replaces the base model's weights, and an adapter is exported without those. "
             "Export it once as a model (one run with tuning='full', resume_file and max_steps=1), and take that export as the model."
         )
+    if world.is_main:
+        for parameter in model.parameters():  # it may be a view into its file, which would be read again
+            parameter.data = parameter.data.clone()
     ledger: list[Any] = [load_foreign(path, model) if world.is_main else None]
     dist.broadcast_object_list(ledger, src=0)
     return ledger[0]

@@ -25,7 +25,7 @@ from .data import count_rows
 from .lineage import find_checkpoints, is_foreign, ledger_remarks, read_progress, sweep
 from .processes import is_running
 
-# %% ../nbs/10_launcher.ipynb #fc6a1469
+# %% ../nbs/10_launcher.ipynb #c716c926
 class RunFailed(RuntimeError):
     "A rank of a run raised an exception or was killed; `rank`, `exitcode` and `traceback` tell more."
 
@@ -48,7 +48,7 @@ def _failure(run_dir: RunDir, failure: dict[str, Any]) -> Exception:
         if code == -signal.SIGKILL:
             memory = psutil.virtual_memory().total / 2**30
             what += (
-                f": probably out of host memory. This machine has {memory:.0f} GiB; each rank loads the whole model before it is sharded. "
+                f": probably out of host memory. This machine has {memory:.0f} GiB; rank 0 reads the whole model, on a CPU every rank of ddp holds it. "
                 "Lower nproc or take a smaller model"
             )
         what += f". The end of its log, {run_dir.log_file(rank)}:\n{tail(run_dir.log_file(rank))}"

@@ -20,7 +20,7 @@ from torch import nn
 from .config import ModelError
 from .models import packed_layers
 
-# %% ../nbs/02d_loading.ipynb #9c99f7e2
+# %% ../nbs/02d_loading.ipynb #48f86be9
 def share_quantization(model: nn.Module, dtype: torch.dtype, is_main: bool) -> None:
     "Make the linear layers of the shell `model` 4-bit that are so on rank 0. A collective."
     names = [list(packed_layers(model)) if is_main else None]
@@ -31,8 +31,9 @@ def share_quantization(model: nn.Module, dtype: torch.dtype, is_main: bool) -> N
 
     for name in names[0]:
         old = model.get_submodule(name)
+        ends = (old.in_features, old.out_features) if hasattr(old, "in_features") else tuple(old.weight.shape)  # GPT-2's Conv1D has no names for them
         new = Linear4bit(
-            old.in_features, old.out_features, old.bias is not None, compute_dtype=dtype, compress_statistics=True, quant_type="nf4", quant_storage=dtype,
+            *ends, old.bias is not None, compute_dtype=dtype, compress_statistics=True, quant_type="nf4", quant_storage=dtype,
             device="meta",
         )
         if new.bias is not None:
@@ -40,7 +41,7 @@ def share_quantization(model: nn.Module, dtype: torch.dtype, is_main: bool) -> N
         model.set_submodule(name, new)
     model.is_loaded_in_4bit = True  # peft asks
 
-# %% ../nbs/02d_loading.ipynb #cfb14bc7
+# %% ../nbs/02d_loading.ipynb #83ef0263
 def _places(unit: nn.Module, leave: set[nn.Module]) -> Iterator[tuple[nn.Module, str, str]]:
     "Each tensor of `unit` as the module that holds it, its kind and its name there, but for those inside of modules to `leave`."
     for module in _descend(unit, leave):
@@ -67,11 +68,12 @@ def receive(unit: nn.Module, leave: set[nn.Module], device: torch.device, rank: 
     known: dict[int, Any] = {}
     is_main = rank == 0
     places = list(_places(unit, leave))
-    described = [[_describe(*place) for place in places] if is_main else None]
+    # which places share a tensor is rank 0's to say: weights that a file holds apart are not tied, whatever the shell believes
+    described = [[(id(getattr(module, kind)[name]), *_describe(module, kind, name)) for module, kind, name in places] if is_main else None]
     dist.broadcast_object_list(described, src=0)
-    for (module, kind, name), (shape, dtype, state) in zip(places, described[0], strict=True):
+    for (module, kind, name), (tensor, shape, dtype, state) in zip(places, described[0], strict=True):
         old = getattr(module, kind)[name]
-        if id(old) not in known:
+        if tensor not in known:
             data = old.detach().to(device) if is_main else torch.empty(shape, dtype=dtype, device=device)
             if cut_for > 1 and kind == "_parameters" and shape:
                 _send_rows(data, rank, cut_for)
@@ -82,8 +84,8 @@ def receive(unit: nn.Module, leave: set[nn.Module], device: torch.device, rank: 
                 new: Any = _repack(data, state, module, device)
             else:
                 new = nn.Parameter(data, requires_grad=old.requires_grad) if kind == "_parameters" else data
-            known[id(old)] = new, old  # with the old one, so that its id is nobody else's meanwhile
-        getattr(module, kind)[name] = known[id(old)][0]
+            known[tensor] = new, old
+        getattr(module, kind)[name] = known[tensor][0]
     return [old for _, old in known.values() if isinstance(old, nn.Parameter)] if is_main else []
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['load_tokenizer', 'model_class', 'load_config', 'order_labels', 'load_shell', 'head_modules', 'choose_quantization',
-           'packed_layers', 'count_weights', 'to_evaluation_mode', 'load_model', 'transformer_blocks',
+           'packed_layers', 'count_weights', 'frozen_bytes', 'to_evaluation_mode', 'load_model', 'transformer_blocks',
            'checkpoint_activations', 'checkpoint_every']
 
 # %% ../nbs/02_models.ipynb #a2641547
@@ -61,9 +61,11 @@ def _builtin_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.chat_template = _BUILTIN_CHAT
     return tokenizer
 
-# %% ../nbs/02_models.ipynb #dc6db852
+# %% ../nbs/02_models.ipynb #03adaee5
 def _not_loaded(what: str, cfg: RunConfig, error: Exception) -> ModelError:
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "attention implementation" in str(error) or "scaled_dot_product" in str(error):
+        return ModelError(f"{cfg.model!r} cannot be used with attn_implementation={cfg.attn_implementation!r}; use attn_implementation='eager'.")
     where = f"{what} {cfg.model!r}" + (f" at revision {cfg.revision!r}" if cfg.revision else "")
     return ModelError(
         f"{where} could not be loaded: {reason[:300]} Check the id (user/name) or the folder, the network (on Kaggle: Settings, Internet on), "
@@ -83,7 +85,8 @@ def load_tokenizer(cfg: RunConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"the tokenizer of {cfg.model!r} has neither a pad nor an eos token, so texts cannot be padded or ended.")
     return tokenizer
 
-# %% ../nbs/02_models.ipynb #e58cff83
+# %% ../nbs/02_models.ipynb #3c46dc17
+_POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert")
 _CLASSES = {"causal-lm": AutoModelForCausalLM, "chat": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification}
 
 
@@ -106,13 +109,15 @@ def load_config(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names:
         except (OSError, ValueError, KeyError) as error:
             raise _not_loaded("model", cfg, error) from error
     positions = getattr(config, "max_position_embeddings", None)
+    if positions and config.model_type in _POSITIONS_AFTER_PADDING:
+        positions -= config.pad_token_id + 1
     if positions and cfg.max_length > positions:
         raise ModelError(f"max_length={cfg.max_length} is beyond the {positions} positions of {cfg.model!r}; use max_length={positions} or less.")
     if label_names:
         config.id2label, config.label2id = dict(enumerate(label_names)), {name: number for number, name in enumerate(label_names)}
         config.problem_type = "single_label_classification"
-        if config.pad_token_id is None:  # models that read from left to right look for the last token that is no padding
-            config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        # models that read from left to right look for the last token that is no padding
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     config.use_cache = False  # keys and values of the past are for generation; with checkpointing they are even refused
     return config
 
@@ -145,7 +150,7 @@ def head_modules(model: nn.Module) -> list[str]:
     "Names of what a classifier has on top of its base model, parameters in it: `classifier`, `score`, with DistilBERT also `pre_classifier`."
     return [name for name, module in model.named_children() if module is not model.base_model and any(True for _ in module.parameters())]
 
-# %% ../nbs/02_models.ipynb #ecad0753
+# %% ../nbs/02_models.ipynb #079600ac
 def choose_quantization(cfg: RunConfig, world_size: int, device: torch.device) -> tuple[str, str]:
     "`none`, `8bit` or `4bit`, and the reason in words. Raises `ConfigError` if bitsandbytes, which it takes, is missing."
     wanted = {"qlora": "4bit", "lora8bit": "8bit"}.get(cfg.tuning, cfg.quantization)
@@ -157,6 +162,8 @@ def choose_quantization(cfg: RunConfig, world_size: int, device: torch.device) -
             return "none", "no GPU"
         if world_size > 1:
             return "none", f"{world_size} GPUs"
+        if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (7, 5):
+            return "none", "a GPU older than LLM.int8 needs"
         if missing or cfg.compile or cfg.strategy == "fsdp":
             return "none", f"{missing} is not installed" if missing else "as compile or fsdp need it"
         return "8bit", "one GPU"
@@ -173,7 +180,7 @@ def _quantization_config(quantization: str, dtype: torch.dtype, whole: list[str]
         )
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=whole) if quantization == "8bit" else None
 
-# %% ../nbs/02_models.ipynb #4a8d6224
+# %% ../nbs/02_models.ipynb #d2c5ae68
 def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
     "The layers of `model` that bitsandbytes has quantized, by name."
     return {name: module for name, module in model.named_modules() if type(module).__module__.startswith("bitsandbytes.")}
@@ -185,6 +192,16 @@ def count_weights(model: nn.Module) -> list[tuple[nn.Parameter, int]]:
     return [(p, packed.get(id(p), p.numel())) for p in model.parameters()]
 
 
+_PACKED_BYTES = {"8bit": 1.1, "4bit": 0.6}  # a weight, with scales
+
+
+def frozen_bytes(shell: nn.Module, dtype: torch.dtype, quantization: str) -> float:
+    "What the frozen weights of `shell` will take. Embeddings and output layer are never packed."
+    ends = {id(p) for module in (shell.get_input_embeddings(), shell.get_output_embeddings()) if module is not None for p in module.parameters()}
+    each = _PACKED_BYTES.get(quantization, dtype.itemsize)
+    return sum(p.numel() * (dtype.itemsize if id(p) in ends else each) for p in shell.parameters() if not p.requires_grad)
+
+
 def to_evaluation_mode(model: nn.Module) -> nn.Module:
     "`model.eval()`, and packed weights stay as they are."
     model.eval()
@@ -192,7 +209,7 @@ def to_evaluation_mode(model: nn.Module) -> nn.Module:
         layer.training = True
     return model
 
-# %% ../nbs/02_models.ipynb #34976f0c
+# %% ../nbs/02_models.ipynb #43d2812a
 def load_model(
     cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None = None,
     dtype: torch.dtype = torch.float32, quantization: str = "none", device: torch.device | None = None,
@@ -216,11 +233,11 @@ def load_model(
                 return model_class(cfg).from_pretrained(folder, **settings).train()
         return model_class(cfg).from_pretrained(cfg.model, revision=cfg.revision, **settings).train()
     except RuntimeError as error:
-        if "size mismatch" not in str(error) and "shape" not in str(error):
+        if not label_names or not any(word in str(error) for word in ("mismatch", "shape")):
             raise
         raise ModelError(
-            f"{cfg.model!r} has a head for other labels than the {len(label_names or [])} of the data ({', '.join(label_names or [])}): "
-            f"{str(error).splitlines()[-1][:200]}. Take data with its labels, or the model it was made from."
+            f"{cfg.model!r} has a head for other labels than the {len(label_names)} of the data ({', '.join(label_names)}). "
+            "Take data with its labels, or the model it was made from."
         ) from error
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _not_loaded("model", cfg, error) from error
@@ -240,7 +257,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         )
     return blocks
 
-# %% ../nbs/02_models.ipynb #9692bbc1
+# %% ../nbs/02_models.ipynb #de451a11
 _KEPT = 34  # bytes a token and hidden unit that a block keeps in 16 bit, without attention's matrix (Korthikanti et al. 2022, eq. 2)
 
 
@@ -259,6 +276,8 @@ def checkpoint_every(setting: str | int, model: nn.Module, tokens: int, dtype: t
     "Which blocks `setting` recomputes: every so-manieth, 0 for none. `auto`: as few as let `tokens` of a micro-batch fit into `free` bytes."
     if setting != "auto":
         return {"none": 0, "full": 1}.get(setting, setting)
-    needed = _KEPT * dtype.itemsize / 2 * tokens * model.config.hidden_size * len(transformer_blocks(model))
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return 0
+    needed = _KEPT * dtype.itemsize / 2 * tokens * model.config.get_text_config().hidden_size * len(transformer_blocks(model))
     too_much = 1 - free / needed
     return 0 if too_much <= 0 else max(1, int(1 / too_much))

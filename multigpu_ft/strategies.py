@@ -307,16 +307,13 @@ class FSDP(Single):
     def _wrap(self, model: nn.Module) -> nn.Module:
         return self._fully_shard(model)
 
-# %% ../nbs/03_strategies.ipynb #3f7fe412
+# %% ../nbs/03_strategies.ipynb #9422c115
 _STRATEGIES: dict[str, type[Single]] = {"single": Single, "ddp": DDP, "fsdp": FSDP}
 _TRAINING_BYTES = {torch.float32: 16, torch.float16: 22, torch.bfloat16: 22}  # fp32 parameter, gradient, two moments; in half a copy and whole gradients
 
 
-_PACKED_BYTES = {"8bit": 1.1, "4bit": 0.6}  # a parameter, with scales
-
-
-def make_strategy(cfg: RunConfig, world: World, trainable: int, frozen: int = 0, quantization: str = "none") -> tuple[Single, str]:
-    """The strategy `cfg` names, or the one `auto` chooses for so many `trainable` and `frozen` parameters, and the reason in words.
+def make_strategy(cfg: RunConfig, world: World, trainable: int, frozen_bytes: float = 0, quantization: str = "none") -> tuple[Single, str]:
+    """The strategy `cfg` names, or the one `auto` chooses for so many `trainable` parameters beside frozen ones, and the reason in words.
 
     Raises `ConfigError` for `single` on several ranks, and where it takes fsdp, which 8-bit weights and optimizers are not made for."""
     if cfg.strategy != "auto":
@@ -328,7 +325,7 @@ def make_strategy(cfg: RunConfig, world: World, trainable: int, frozen: int = 0,
     if world.device.type != "cuda":
         return DDP(cfg, world), f"{world.size} processes on a CPU"
     dtype = compute_dtype(cfg.dtype, world.device)
-    needed = (_TRAINING_BYTES[dtype] * trainable + _PACKED_BYTES.get(quantization, dtype.itemsize) * frozen) / 2**30
+    needed = (_TRAINING_BYTES[dtype] * trainable + frozen_bytes) / 2**30
     memory = torch.cuda.get_device_properties(world.device).total_memory / 2**30
     chosen = DDP if needed < 0.75 * memory else FSDP
     if chosen is FSDP and cfg.optimizer == "adamw_8bit":

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['Text', 'TokenizedTexts', 'tokenize_texts', 'tokenize_labelled', 'assistant_spans', 'tokenize_chats', 'tokenize']
 
-# %% ../nbs/01a_tokens.ipynb #52821064
+# %% ../nbs/01a_tokens.ipynb #2e7a96aa
 import hashlib
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -97,11 +98,11 @@ def tokenize_labelled(texts: list[Any], labels: list[int], tokenizer: Any, max_l
             found.append(Text(np.array(ids, np.int32), None, labels[start + number], segments))
     return TokenizedTexts(found, _pad_id(tokenizer))
 
-# %% ../nbs/01a_tokens.ipynb #6ba34648
+# %% ../nbs/01a_tokens.ipynb #263fd6b2
 _OTHER_WORDS = "\ue000\ue001\ue002"  # private-use characters: no conversation has them
 _MARKED = re.compile(r"\{%-?\s*generation\b")
-# Llama 3's template puts today's date in, and a run that goes on tomorrow would have other texts; this is the template's own default
-_SETTINGS = {"date_string": "26 Jul 2024"}
+# some templates put today's date in, and a run that goes on tomorrow would have other texts; this is the default of Llama 3's
+_SETTINGS: dict[str, Any] = {"date_string": "26 Jul 2024", "strftime_now": datetime(2024, 7, 26).strftime}
 
 
 def _common(a: str, b: str) -> int:
@@ -131,19 +132,23 @@ def assistant_spans(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str
 
 def _read_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[int], np.ndarray]:
     "Token ids, and which of them the assistant says."
-    if _MARKED.search(tokenizer.chat_template):
+    if _MARKED.search(tokenizer.get_chat_template()):
         made = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **_SETTINGS)
         return made["input_ids"], np.array(made["assistant_masks"], bool)
     text, spans = assistant_spans(messages, tokenizer)
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = made["input_ids"], np.array(made["offset_mapping"]).reshape(-1, 2)
-    special, learnt = set(tokenizer.all_special_ids), np.zeros(len(ids), bool)
+    special = set(tokenizer.all_special_ids) | {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    learnt = np.zeros(len(ids), bool)
     for start, end in spans:
         said = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start) & (offsets[:, 1] > offsets[:, 0]))
         learnt[said] = True
         after = said[-1] + 1 if len(said) else int(np.searchsorted(offsets[:, 0], end))
-        if after < len(ids) and ids[after] in special:
-            learnt[after] = True
+        closing = after
+        while closing < len(ids) and ids[closing] not in special and text[slice(*offsets[closing])].isspace():
+            closing += 1
+        if closing < len(ids) and ids[closing] in special:
+            learnt[after : closing + 1] = True
     return ids, learnt
 
 

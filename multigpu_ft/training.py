@@ -29,7 +29,7 @@ if _IS_COMMAND:
     _run_dir = RunDir(sys.argv[1])
     _stop = StopSignal(hopeless=lambda: _hopeless(_run_dir))
 
-# %% ../nbs/06_training.ipynb #a7245297
+# %% ../nbs/06_training.ipynb #cf29236e
 import math
 import socket
 import time
@@ -53,7 +53,7 @@ from .lineage import find_checkpoints, fingerprint, is_foreign, ledger_remarks, 
 from .loading import share_quantization, wait_for_rank_0
 from .losses import ClassifierLoss, LossModel, choose_packing, self_check
 from multigpu_ft.models import (
-    checkpoint_activations, checkpoint_every, choose_quantization, load_model, load_shell, load_tokenizer, order_labels, transformer_blocks,
+    checkpoint_activations, checkpoint_every, choose_quantization, frozen_bytes, load_model, load_shell, load_tokenizer, order_labels, transformer_blocks,
 )
 from .optimizers import learning_rate, make_optimizer
 from .pace import Pace
@@ -82,7 +82,7 @@ def train_step(strategy: Single, step: Step, rate: float, max_grad_norm: float |
     watch.begin("data")
     return total, norm
 
-# %% ../nbs/06_training.ipynb #7eb85970
+# %% ../nbs/06_training.ipynb #fd1e28bb
 _FEW_STEPS = 10  # fewer are hardly what somebody wants who did not ask for them
 _NON_FINITE_IN_A_ROW = 25  # an fp16 scale of 65,536 halved 25 times is far below 1; more cannot help
 
@@ -177,7 +177,7 @@ class Training:
         dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, world.device)
         shell = load_shell(cfg, self.tokenizer, self.label_names)
         trainable, total = count_parameters(shell if cfg.tuning == "full" else add_adapter(cfg, shell))
-        self.strategy, why = make_strategy(cfg, world, trainable, total - trainable, self.quantization)
+        self.strategy, why = make_strategy(cfg, world, trainable, frozen_bytes(shell, dtype, self.quantization), self.quantization)
         # packed weights are small, so under ddp each rank makes its own on its device; everything else is read by one rank and sent to the others
         streamed = world.size > 1 and (self.quantization == "none" or self.strategy.name == "fsdp")
         if world.is_main or not streamed:
@@ -319,7 +319,7 @@ class Training:
     def _steps(self) -> bool:
         "The steps left of the epoch in hand. Whether somebody asked to stop."
         cfg, world, progress = self.cfg, self.world, self.progress
-        interval = Interval(self.strategy)
+        interval, said = Interval(self.strategy), {}
         self.watch.read()
         self.watch.begin("data")
         for step in epoch_steps(self.texts, self.order, cfg, progress.epoch, progress.position, world.rank, world.size):
@@ -348,14 +348,14 @@ class Training:
                 })
                 if step is self.first_step:
                     self.tracker.status(loss_before=measured["loss"] if before is None else before)
-                self.tracker.heartbeat(loss=measured["loss"], skipped_steps=measured["skipped_steps"])
+                said = {"loss": measured["loss"], "skipped_steps": measured["skipped_steps"]}
                 if world.is_main and (forecast := self.pace.forecast(progress.slice_step, self.total_steps)):
                     self.tracker.remark(forecast)
                 interval = Interval(self.strategy)
                 self.watch.begin("data")
             if progress.step % min(cfg.log_every, _NON_FINITE_IN_A_ROW) == 0:
                 self._refuse_to_go_on_without_numbers()
-            self.tracker.heartbeat(step=progress.step, slice_step=progress.slice_step, epoch=progress.epoch)
+            self.tracker.heartbeat(step=progress.step, slice_step=progress.slice_step, epoch=progress.epoch, **said)
             if stopping or last:
                 return stopping
             if saving and not end_of_epoch:
