@@ -16,20 +16,21 @@ import torch
 import torch.distributed as dist
 from bare import bare_step, wrap
 
-from multigpu_ft.batches import Order, TokenizedTexts, epoch_steps
+from multigpu_ft.batches import Order, epoch_steps
 from multigpu_ft.config import RunConfig, RunDir
 from multigpu_ft.data import load_texts
 from multigpu_ft.losses import LossModel
 from multigpu_ft.models import load_model, load_tokenizer
 from multigpu_ft.optimizers import make_optimizer
 from multigpu_ft.strategies import join_world, make_strategy
+from multigpu_ft.tokens import tokenize_texts
 from multigpu_ft.tracking import Interval, Stopwatch, Tracker
 from multigpu_ft.training import train_step
 
 strategy_name, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 cfg = RunConfig(model=folder, dataset=f"{folder}/texts.jsonl", batch_size=2, strategy=strategy_name, run_root=tempfile.mkdtemp(), learning_rate=1e-4)
 world, tokenizer = join_world(cfg), load_tokenizer(cfg)
-texts = TokenizedTexts(load_texts(cfg).texts, tokenizer, cfg.max_length)
+texts = tokenize_texts(load_texts(cfg).texts, tokenizer, cfg.max_length)
 order = Order.of(cfg, "bucketed", len(texts), world.size)
 tracker, watch = Tracker(RunDir.create(cfg), world.is_main), Stopwatch(world.device)
 base = load_model(cfg, tokenizer)

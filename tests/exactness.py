@@ -14,10 +14,11 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from multigpu_ft import RunConfig
-from multigpu_ft.batches import Epoch, Order, TokenizedTexts, collate, epoch_steps
+from multigpu_ft.batches import Epoch, Order, collate, epoch_steps
 from multigpu_ft.losses import LossModel
 from multigpu_ft.optimizers import make_optimizer
 from multigpu_ft.strategies import World, join_world, make_strategy
+from multigpu_ft.tokens import tokenize_texts
 from multigpu_ft.tracking import Stopwatch
 from multigpu_ft.training import train_step
 
@@ -58,7 +59,7 @@ class Words:
 def slice_of(count, seed=0):
     rng = np.random.default_rng(seed)
     texts = [" ".join(map(str, rng.integers(3, VOCABULARY, rng.integers(3, 50)))) for _ in range(count)]
-    return TokenizedTexts(texts, Words(), MAX_LENGTH)
+    return tokenize_texts(texts, Words(), MAX_LENGTH)
 
 
 def config(strategy, **settings):

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multigpu_ft import RunConfig
-from multigpu_ft.batches import Order, TokenizedTexts, epoch_steps
+from multigpu_ft.batches import Order, epoch_steps
 from multigpu_ft.checkpoints import Progress, next_progress
 from multigpu_ft.lineage import verify_checkpoint
+from multigpu_ft.tokens import tokenize_texts
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +70,13 @@ def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
     "The data path alone: two slices, two epochs each, interrupted at random steps and gone on with on random numbers of ranks."
     packing = data.draw(st.sampled_from(["packed", "bucketed", "padded"]))
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=40))
-    texts = TokenizedTexts([" ".join([str(100 + i)] + ["5"] * (n - 1)) for i, n in enumerate(lengths)], Numbers(), 24)
+    texts = tokenize_texts([" ".join([str(100 + i)] + ["5"] * (n - 1)) for i, n in enumerate(lengths)], Numbers(), 24)
     cut = data.draw(st.integers(0, len(lengths) - 1))
     seen, saved, last_step = [], None, 0
     for start, end in ((0, cut), (cut, len(lengths))):
         if start == end:
             continue
-        part = TokenizedTexts([" ".join(map(str, texts[i][:-1] if texts[i][-1] == 1 else texts[i])) for i in range(start, end)], Numbers(), 24)
+        part = tokenize_texts([" ".join(map(str, texts[i].ids[:-1] if texts[i].ids[-1] == 1 else texts[i].ids)) for i in range(start, end)], Numbers(), 24)
         epoch_texts = {1: [], 2: []}
         done = False
         while not done:

@@ -50,18 +50,19 @@ def test_a_step_never_waits_for_the_gpu(tmp_path, packing, strategy, dtype):
     code = f"""
 import torch
 from multigpu_ft import RunConfig
-from multigpu_ft.batches import Order, TokenizedTexts, epoch_steps
+from multigpu_ft.batches import Order, epoch_steps
 from multigpu_ft.data import load_texts
 from multigpu_ft.losses import LossModel
 from multigpu_ft.models import load_model, load_tokenizer
 from multigpu_ft.optimizers import make_optimizer
 from multigpu_ft.strategies import join_world, make_strategy
+from multigpu_ft.tokens import tokenize_texts
 from multigpu_ft.tracking import Stopwatch
 from multigpu_ft.training import train_step
 
 cfg = RunConfig(strategy={strategy!r}, dtype={dtype!r}, end_idx=400, batch_size=2, accum_steps=2)
 world, tokenizer = join_world(cfg), load_tokenizer(cfg)
-texts = TokenizedTexts(load_texts(cfg).texts, tokenizer, cfg.max_length)
+texts = tokenize_texts(load_texts(cfg).texts, tokenizer, cfg.max_length)
 strategy, _ = make_strategy(cfg, world, 0)
 strategy.prepare(LossModel(load_model(cfg, tokenizer)), lambda model: make_optimizer(cfg, model))
 watch, steps = Stopwatch(world.device), epoch_steps(texts, Order.of(cfg, {packing!r}, len(texts), 1), cfg, 1, 0, 0, 1)
