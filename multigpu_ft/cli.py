@@ -65,9 +65,10 @@ def describe(run: Run) -> str:
     "What came of `run`, in a few lines: state, loss before and after on the texts of its first step, and where its results lie."
     status, path = run.status, run.dir.path
     lines = [f"run       {path}  ({run.state})"]
+    unit = "text" if run.config.task == "classification" else "token"
     if status.get("loss_before") is not None:
         after = f" -> {status['loss_after']:.4f} at the end" if status.get("loss_after") is not None else ""
-        lines.append(f"loss      {status['loss_before']:.4f} at the start{after}  (nats per token, on the texts of the first step)")
+        lines.append(f"loss      {status['loss_before']:.4f} at the start{after}  (nats per {unit}, on the texts of the first step)")
     if (path / "report" / "loss.png").exists():
         lines.append(f"picture   {path / 'report' / 'loss.png'}")
     if (before := status.get("eval_before")) and (after := status.get("eval_after")):
