@@ -108,7 +108,7 @@ def draw(results):
             axes.plot(*zip([0, run["before"]], *run["curve"], strict=True), color=color, alpha=1 if number == 0 else 0.35, label=arm if number == 0 else None)
         for number, run in enumerate(runs["peer"]):
             label = "Trainer + peft, at the end" if number == 0 and color == "tab:green" else None
-            axes.plot(run["steps"] + 4, run["accuracy"], "x", color=color if label is None else color, label=label)
+            axes.plot(run["steps"] + 4, run["accuracy"], "x", color=color, label=label)
     axes.set(xlabel="optimizer step (32 sentences)", ylabel="accuracy on 872 dev sentences", ylim=(0.45, 0.9))
     axes.set_title("SST-2, all-MiniLM-L6-v2, one epoch, 2 ranks")
     axes.grid(alpha=0.3)

@@ -5,8 +5,8 @@ from importlib import import_module
 
 _HOMES = {
     "RunConfig": "config", "RunDir": "config", "ConfigError": "config", "DataError": "config", "ModelError": "config",
-    "CheckpointError": "config", "launch": "launcher", "Run": "launcher", "RunFailed": "launcher", "run_slices": "slices", "Slices": "slices",
-    "load_export": "exports",
+    "CheckpointError": "config", "launch": "launcher", "Run": "launcher", "runs": "launcher", "RunFailed": "failures", "run_slices": "slices",
+    "Slices": "slices", "load_export": "exports", "form": "widgets", "doctor": "checkup",
 }
 __all__ = list(_HOMES)
 
@@ -15,6 +15,11 @@ def __getattr__(name):
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def load_ipython_extension(shell):
+    "`%load_ext multigpu_ft`: makes `%%torchrun` known."
+    shell.register_magics(import_module(f"{__name__}.magic").TorchrunMagics)
 
 
 def __dir__():

@@ -119,7 +119,12 @@ def _unpacked(layer: nn.Module) -> torch.Tensor:
 
 def _as_it_was(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     "GPT-2's layers hold their weights the other way round, and were turned when they were packed."
-    return weight.T.contiguous() if getattr(getattr(layer, "source_cls", None), "__name__", "") == "Conv1D" else weight
+    return weight.T.contiguous() if _is_turned(layer) and type(layer).__name__ != "Conv1D" else weight
+
+
+def _is_turned(layer: nn.Module) -> bool:
+    "Whether the layer holds, or held before it was packed, its weight as `[in, out]`."
+    return "Conv1D" in (type(layer).__name__, getattr(getattr(layer, "source_cls", None), "__name__", ""))
 
 
 def merged_weights(model: nn.Module, dtype: torch.dtype, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -138,8 +143,7 @@ def merged_weights(model: nn.Module, dtype: torch.dtype, keep: bool = True) -> d
         if name in layers:
             layer, inner = layers[name], layers[name].get_base_layer()
             delta = whole(layer.lora_B["default"].weight).float() @ whole(layer.lora_A["default"].weight).float() * layer.scaling["default"]
-            turned = type(inner).__name__ == "Conv1D" or getattr(getattr(inner, "source_cls", None), "__name__", "") == "Conv1D"
-            tensors = {"weight": _unpacked(inner).float() + (delta.T if turned else delta)}
+            tensors = {"weight": _unpacked(inner).float() + (delta.T if _is_turned(inner) else delta)}
             if inner.bias is not None:
                 tensors["bias"] = inner.bias
         elif module in packed:  # but none of the targets

@@ -7,10 +7,12 @@ __all__ = ['root_cause', 'Watchdog', 'smaller_micro_batch', 'process_count', 'ma
 
 # %% ../nbs/06a_agent.ipynb #70be143b
 from .config import STOPPED_EXIT_CODE, RunConfig, RunDir, write_json
+from .machine import keep_outputs, outputs_folder
 from .processes import AGENT_PID_VARIABLE, IDLE, is_running, is_stopped, read_beat, read_error, watch_parent
 
 _ORPHAN_GRACE_S = 4.0
 _SAVE_GRACE_S = 300  # after a SIGTERM; a rank that has nothing to save goes at once
+_CALL_GRACE_S = 3  # a function has nothing to save that we know of
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
 if _IS_COMMAND:
     import sys
@@ -19,6 +21,8 @@ if _IS_COMMAND:
     if _launcher:
         watch_parent(_launcher, _ORPHAN_GRACE_S)  # first of all: importing torch takes seconds in which the kernel may die
 
+import json
+import math
 import os
 import signal
 import socket
@@ -110,7 +114,8 @@ def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]
     errors = {rank: error for rank in exit_codes if (error := read_error(run_dir.error_file(rank)))}
     after = (-signal.SIGTERM, -signal.SIGABRT) if errors else (-signal.SIGTERM,)  # what the agent sends, and how NCCL gives up on a peer
     killed = [rank for rank, code in exit_codes.items() if code < 0 and code not in after and rank not in errors]
-    rank = killed[0] if killed else min(errors, key=lambda r: errors[r]["time"]) if errors else min(exit_codes)
+    left = [rank for rank, code in exit_codes.items() if code not in (0, -signal.SIGTERM)] or list(exit_codes)  # SIGTERM is what the others get then
+    rank = killed[0] if killed else min(errors, key=lambda r: errors[r]["time"]) if errors else min(left)
     failure = {"rank": rank, "pid": pids.get(rank), "exitcode": exit_codes[rank]}
     if rank in errors:
         error = errors[rank]
@@ -228,34 +233,54 @@ def process_count(cfg: RunConfig) -> int:
 def main() -> None:
     "`python -m multigpu_ft.agent RUN_DIR`. Exits 0 when the run is done, 75 when it was stopped, 1 when it failed; the reason is in status.json."
     run_dir = RunDir(sys.argv[1])
+    if (run_dir.path / "call.json").exists():
+        sys.exit(_call(run_dir))
     cfg = run_dir.config()
     nproc = process_count(cfg)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)  # collectives, too, stay on this machine
-    rendezvous_handler_registry.register("loopback", _LoopbackRendezvous)
-    while failure := _launch(run_dir, cfg, nproc):
+    while failure := _launch(run_dir, "multigpu_ft.training", nproc, cfg.timeout_s):
         smaller = smaller_micro_batch(cfg) if _out_of_memory(failure) else None
         if not smaller:
             if _out_of_memory(failure):
                 failure = _advice(run_dir, cfg, failure)
             run_dir.update_status(state="failed", activity=None, failure=failure)
+            _keep(run_dir)
             sys.exit(1)
         _prepare_retry(run_dir, cfg, smaller, failure)
         cfg = smaller
+    _keep(run_dir)
     sys.exit(STOPPED_EXIT_CODE if run_dir.status()["state"] == "stopped" else 0)
 
 
-def _launch(run_dir: RunDir, cfg: RunConfig, nproc: int) -> dict[str, Any] | None:
-    "Start the ranks and wait for their end. Returns their failure, if it was one."
+def _keep(run_dir: RunDir) -> None:
+    "On Kaggle and Colab, copy what should outlive the session to where it does."
+    if folder := outputs_folder():
+        run_dir.update_status(activity=f"copying model and checkpoint to {folder}")
+        kept, remarks = keep_outputs(run_dir.path, folder)
+        run_dir.update_status(activity=None, kept=str(kept), remarks=[*run_dir.status().get("remarks", []), *remarks])
+
+
+def _call(run_dir: RunDir) -> int:
+    "The ranks of a function call: nothing is saved, started again, or known of how far they are. Returns the exit code."
+    nproc = json.loads((run_dir.path / "call.json").read_text())["nproc"]
+    failure = _launch(run_dir, "multigpu_ft.calls", nproc, math.inf, _CALL_GRACE_S)
+    run_dir.update_status(state="failed" if failure else "done", failure=failure)
+    return 1 if failure else 0
+
+
+def _launch(run_dir: RunDir, module: str, nproc: int, timeout_s: float, grace_s: int = _SAVE_GRACE_S) -> dict[str, Any] | None:
+    "Start `module` on the ranks and wait for their end. Returns their failure, if it was one."
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)  # collectives, too, stay on this machine
+    rendezvous_handler_registry.register("loopback", _LoopbackRendezvous)
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=run_dir.name, rdzv_backend="loopback", max_restarts=0, monitor_interval=0.1,
-        logs_specs=_RunDirLogs(run_dir), **({"shutdown_timeout": _SAVE_GRACE_S} if "shutdown_timeout" in signature(LaunchConfig).parameters else {}),
+        logs_specs=_RunDirLogs(run_dir), **({"shutdown_timeout": grace_s} if "shutdown_timeout" in signature(LaunchConfig).parameters else {}),
     )
-    watchdog = Watchdog(run_dir, nproc, cfg.timeout_s)
+    watchdog = Watchdog(run_dir, nproc, timeout_s)
     watchdog.start()
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "multigpu_ft.training", str(run_dir.path))
+        elastic_launch(config, sys.executable)("-u", "-m", module, str(run_dir.path))
     except ChildFailedError as error:
         codes, pids = ({r: getattr(f, name) for r, f in error.failures.items()} for name in ("exitcode", "pid"))
         return watchdog.failure or root_cause(run_dir, codes, pids)

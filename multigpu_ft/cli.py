@@ -10,13 +10,14 @@ import json
 import shlex
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import tyro
 
+from .checkup import doctor
 from .config import PRESET_NEEDS, PRESETS, STOPPED_EXIT_CODE, RunConfig, refuse_secrets
-from .launcher import Run, RunFailed, changed_settings, launch
+from .failures import RunFailed
+from .launcher import Run, Runs, changed_settings, launch, runs
 from .slices import run_slices
 
 # %% ../nbs/13_cli.ipynb #40d17701
@@ -117,26 +118,29 @@ def _no_options() -> None:
     "List the presets."
 
 
-def _find_runs(run_root: str = "runs", last: bool = False) -> list[Run]:
+def _find_runs(run_root: str | None = None, last: bool = False) -> Runs:
     """List the runs under a folder, oldest first.
 
     Args:
-        run_root: folder that holds the run directories
+        run_root: folder that holds the run directories; empty: where they are by default
         last: tell more of the newest one only
     """
-    found = sorted(Path(run_root).glob("*/config.json"), key=lambda p: p.stat().st_mtime)
-    return [Run(path.parent) for path in found[-1:] if last] or ([] if last else [Run(path.parent) for path in found])
+    found = runs(run_root)
+    return Runs(found[-1:]) if last else found
 
 
 def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
-    runs = tyro.cli(_find_runs, args=arguments, prog="multigpu-ft runs")
+    found = tyro.cli(_find_runs, args=arguments, prog="multigpu-ft runs")
     if not as_json:
-        if "--last" in arguments and runs:
-            print(describe(runs[0]))
-        else:
-            for run in runs:
-                print(f"{run.name:32} {run.state:9} step {run.status.get('step', 0):>6}  loss {run.status.get('loss') or float('nan'):.4f}")
-    return [{"run": str(run.dir.path), "state": run.state, "step": run.status.get("step", 0), "loss": run.status.get("loss")} for run in runs]
+        print(describe(found[0]) if "--last" in arguments and found else found)
+    return [{"run": str(run.dir.path), "state": run.state, "step": run.status.get("step", 0), "loss": run.status.get("loss")} for run in found]
+
+# %% ../nbs/13_cli.ipynb #def69a63
+def _doctor(arguments: list[str], as_json: bool) -> dict[str, Any]:
+    checkup = tyro.cli(doctor, args=arguments, prog="multigpu-ft doctor")
+    if not as_json:
+        print(checkup)
+    return {"ok": checkup.ok, "rows": [vars(row) for row in checkup.rows]}
 
 # %% ../nbs/13_cli.ipynb #8ffd10d1
 def _interrupt(number: int, frame: Any) -> None:
@@ -145,7 +149,7 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-_VERBS = {"train": _train, "slices": _slices, "runs": _runs, "presets": _presets}
+_VERBS = {"train": _train, "slices": _slices, "runs": _runs, "presets": _presets, "doctor": _doctor}
 
 
 def main() -> None:
@@ -168,3 +172,5 @@ def main() -> None:
         print(json.dumps(result))
     if isinstance(result, dict) and result.get("state") == "stopped":
         sys.exit(STOPPED_EXIT_CODE)
+    if isinstance(result, dict) and not result.get("ok", True):
+        sys.exit(1)

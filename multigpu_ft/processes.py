@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from .config import write_json
+
 # %% ../nbs/00a_processes.ipynb #b86ae047
 AGENT_PID_VARIABLE = "MULTIGPU_FT_AGENT_PID"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -93,7 +95,7 @@ def write_error(path: Path, error: BaseException) -> None:
             },
         }
     }
-    path.write_text(json.dumps(record))
+    write_json(path, record)  # the agent may read it while a rank that fails as well is writing
 
 
 def read_error(path: Path) -> dict | None:

@@ -15,7 +15,11 @@ from typing import Any
 
 from .config import LIVE_STATES, ConfigError, DataError, RunConfig, short_name
 from .data import count_rows
-from .launcher import LiveLine, Run, RunFailed, changed_settings, figures_as_png, loss_figure, progress_line, recipe, run_failure, save_png, tail
+from .failures import RunFailed, tail
+from .figures import figures_as_png, loss_figure, save_png
+from .launcher import Run, changed_settings, recipe
+from .machine import settle
+from .panel import LiveLine, progress_line
 from .lineage import difference, find_checkpoints, fingerprint
 
 # %% ../nbs/10a_slices.ipynb #78cf5fe7
@@ -45,6 +49,7 @@ class Slices:
 
         Raises `DataError` if the bounds are outside the data, or if the end is needed but unknown (a dataset of the Hub).
         """
+        cfg = settle(cfg)
         num_rows = count_rows(cfg)
         if num_rows is None and cfg.end_idx is None:
             raise DataError(f"dataset {cfg.dataset!r} is on the Hub, so how many rows it has is not known here; name the end of the series with end_idx.")
@@ -198,5 +203,5 @@ def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
     line.show(text, final=True)
     if process.returncode and not interrupted:
         failed = [run for run in slices.runs(settings.start_idx)[before:] if run.state == "failed"]
-        raise run_failure(failed[-1]) if failed else RunFailed(f"{notebook} failed. The end of its log, {log}:\n{tail(log, 25)}")
+        raise failed[-1].failure if failed else RunFailed(f"{notebook} failed. The end of its log, {log}:\n{tail(log, 25)}")
     return interrupted

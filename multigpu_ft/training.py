@@ -46,12 +46,13 @@ from torch import nn
 from .adapters import add_adapter, count_parameters
 from .batches import Epoch, Order, Step, epoch_steps
 from .checkpoints import CheckpointWriter, Progress, Save, checkpoint_bytes, load_checkpoint, next_progress, room_for
-from .data import Texts, evaluation_config, find_label_names, load_texts, use_kaggle_secret
+from .data import Texts, evaluation_config, find_label_names, load_texts
 from .evaluating import evaluate_texts, evaluating, step_loss, to_device
 from .exports import export_model, hub_token, push_export, take_foreign
 from .lineage import find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
 from .loading import share_quantization, wait_for_rank_0
 from .losses import ClassifierLoss, LossModel, choose_packing, self_check
+from .machine import use_secrets
 from multigpu_ft.models import (
     checkpoint_activations, checkpoint_every, choose_quantization, frozen_bytes, load_model, load_shell, load_tokenizer, order_labels, transformer_blocks,
 )
@@ -97,7 +98,7 @@ class Training:
 
     def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
         self.run_dir, self.stop, self.cfg = run_dir, stop, run_dir.config()
-        use_kaggle_secret()
+        use_secrets()
         if self.cfg.hf_repo:
             hub_token()
         names = find_label_names(self.cfg) if self.cfg.task == "classification" else None

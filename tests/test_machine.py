@@ -1,0 +1,281 @@
+"""Where we are, what is saved from there, and what the doctor finds."""
+import json
+import os
+import stat
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from test_cli import multigpu_ft
+
+from multigpu_ft import checkup, machine
+from multigpu_ft.config import PARTIAL, RunConfig, RunDir
+from multigpu_ft.lineage import commit, digest
+
+T4 = "GPU-{0}a, Tesla T4, 15360, {1}, 550.54.15, 7.5"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    "No machine in particular, whatever this one is."
+    for name in ("KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG", "CUDA_VISIBLE_DEVICES", machine._ASKED, *machine.SECRETS):
+        monkeypatch.setenv(name, "")  # so that it is restored, even if the code under test sets it
+        monkeypatch.delenv(name)
+    for name in ("KAGGLE_OUTPUTS", "KAGGLE_SCRATCH", "COLAB_SCRATCH", "COLAB_DRIVE"):
+        monkeypatch.setattr(machine, name, tmp_path / name.lower())
+
+
+@pytest.fixture
+def kaggle(monkeypatch):
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    monkeypatch.setattr(machine.psutil, "Process", lambda pid: types.SimpleNamespace(create_time=lambda: machine.time.time() - 2 * 3600))
+
+
+def fake_module(monkeypatch, name, **content):
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**content))
+
+
+def no_such_secret(*_):
+    raise RuntimeError("no secret of that name")
+
+
+def test_on_kaggle(monkeypatch, kaggle, tmp_path):
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "Kaggle's image has it as well")
+    assert machine.platform() == "kaggle" and machine.default_run_root() == str(tmp_path / "kaggle_scratch" / "runs")
+    assert machine.outputs_folder() == tmp_path / "kaggle_outputs" and machine.session_hours() == pytest.approx(10, abs=0.01)
+    assert "30 hours" in machine.quota_note()
+    monkeypatch.setattr(machine.psutil, "Process", lambda pid: types.SimpleNamespace(create_time=lambda: 0.0))
+    assert machine.session_hours() is None
+
+
+def test_on_colab(monkeypatch, tmp_path):
+    fake_module(monkeypatch, "google.colab")
+    assert machine.platform() == "colab" and machine.default_run_root() == str(tmp_path / "colab_scratch" / "runs")
+    assert machine.outputs_folder() is None and "drive.mount" in checkup._outputs_row().remedy
+    machine.COLAB_DRIVE.mkdir()
+    assert machine.outputs_folder() == tmp_path / "colab_drive" / "multigpu_ft"
+
+
+def test_elsewhere():
+    assert (machine.platform(), machine.default_run_root()) == ("other", "runs")
+    assert machine.outputs_folder() is machine.session_hours() is machine.quota_note() is None
+
+
+def test_secrets_of_kaggle(monkeypatch, kaggle):
+    secrets = {"HF_TOKEN": "hf_x\n"}
+    fake_module(monkeypatch, "kaggle_secrets", UserSecretsClient=lambda: types.SimpleNamespace(get_secret=lambda name: secrets[name]))
+    monkeypatch.setenv("WANDB_API_KEY", "mine")
+    assert machine.secret("HF_TOKEN") == "hf_x" and machine.secret("OTHER") is None
+    assert machine.use_secrets() == ["HF_TOKEN"] and os.environ["HF_TOKEN"] == "hf_x" and os.environ["WANDB_API_KEY"] == "mine"
+    secrets["HF_TOKEN"] = "hf_y"
+    assert machine.use_secrets() == [] and os.environ["HF_TOKEN"] == "hf_x", "what is there stays"
+    monkeypatch.delenv("HF_TOKEN")
+    assert machine.use_secrets() == ["HF_TOKEN"], "asked again by the same process"
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setenv(machine._ASKED, "1")
+    assert machine.use_secrets() == [], "a parent has asked"
+
+
+def test_a_store_that_does_not_answer_is_asked_once(monkeypatch, kaggle):
+    asked = []
+
+    def get_secret(name):
+        asked.append(name)
+        raise ConnectionError
+
+    fake_module(monkeypatch, "kaggle_secrets", UserSecretsClient=lambda: types.SimpleNamespace(get_secret=get_secret))
+    assert machine.use_secrets() == [] and asked == ["HF_TOKEN"]
+
+
+@pytest.mark.parametrize("get", [no_such_secret, lambda name: "", lambda name: None])
+def test_a_store_without_the_secret(monkeypatch, get):
+    fake_module(monkeypatch, "google.colab", userdata=types.SimpleNamespace(get=get))
+    monkeypatch.setitem(sys.modules, "google", types.SimpleNamespace(colab=sys.modules["google.colab"]))
+    assert machine.secret("HF_TOKEN") is None and machine.use_secrets() == [] and "HF_TOKEN" not in os.environ
+    sys.modules["google.colab"].userdata.get = lambda name: "hf_z"
+    assert machine.secret("HF_TOKEN") == "hf_z"
+
+
+@pytest.fixture
+def run(tmp_path):
+    run_dir = RunDir.create(RunConfig(run_root=str(tmp_path / "scratch")))
+    run_dir.update_status(launched=1.0, state="done")
+    (run_dir.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run_dir.path / "export" / "model.safetensors").write_bytes(b"model")
+    return run_dir
+
+
+def save(run_dir, name, content=b"weights"):
+    partial = run_dir.path / "checkpoints" / f"{name}.0{PARTIAL}"
+    partial.mkdir()
+    (partial / "rank0.safetensors").write_bytes(content)
+    return commit(partial, {}, {"rank0.safetensors": digest(partial / "rank0.safetensors")})
+
+
+def checkpoints(kept):
+    return [p.name for p in (kept / "checkpoints").iterdir()]
+
+
+def free(monkeypatch, count):
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=count))
+
+
+def test_outputs_are_kept(run, tmp_path):
+    save(run, "step-1")
+    save(run, "step-2")
+    kept, remarks = machine.keep_outputs(run.path, tmp_path / "out")
+    assert kept == tmp_path / "out" / "runs" / run.name and not remarks
+    assert sorted(p.name for p in kept.iterdir()) == ["checkpoints", "config.json", "export", "metrics.jsonl", "status.json"]
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (run.path / "export" / "model.safetensors").write_bytes(b"better model")
+    save(run, "step-3")
+    assert machine.keep_outputs(run.path, tmp_path / "out") == (kept, [])
+    assert checkpoints(kept) == ["step-3"] and len(RunDir(kept).metrics()) == 2 and (kept / "export" / "model.safetensors").read_bytes() == b"better model"
+    assert not list(kept.rglob(f"*{PARTIAL}")) and machine.keep_outputs(kept, tmp_path / "out") == (kept, [])
+
+
+def test_another_run_of_that_name_is_left_alone(run, tmp_path):
+    kept, _ = machine.keep_outputs(run.path, tmp_path / "out")
+    run.update_status(launched=2.0)
+    second, _ = machine.keep_outputs(run.path, tmp_path / "out")
+    assert second.name == f"{kept.name}-2" and RunDir(kept).status()["launched"] == 1.0
+    assert machine.keep_outputs(run.path, tmp_path / "out")[0] == second
+
+
+def test_what_does_not_fit_is_said_and_the_old_stays(run, tmp_path, monkeypatch):
+    save(run, "step-1")
+    kept, _ = machine.keep_outputs(run.path, tmp_path / "out")
+    save(run, "step-2", b"weights" * 10**6)
+    free(monkeypatch, 7_100_000)
+    _, (remark,) = machine.keep_outputs(run.path, tmp_path / "out")
+    assert "checkpoint step-2" in remark and "7.0 MB" in remark and "7.1 MB" in remark and "hf_repo" in remark
+    assert checkpoints(kept) == ["step-1"]
+
+
+def test_a_disk_that_fills_up_leaves_nothing_half_copied(run, tmp_path, monkeypatch):
+    save(run, "step-1")
+    kept, _ = machine.keep_outputs(run.path, tmp_path / "out")
+    save(run, "step-2")
+    (run.path / "export" / "model.safetensors").write_bytes(b"better model")
+    copytree, copy = machine.shutil.copytree, machine.shutil.copy2
+
+    def full(source, target, **options):
+        if Path(source).suffix == ".safetensors":
+            Path(target).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return copy(source, target, **options)
+
+    monkeypatch.setattr(machine.shutil, "copytree", lambda source, target, **options: copytree(source, target, **{**options, "copy_function": full}))
+    _, remarks = machine.keep_outputs(run.path, tmp_path / "out")
+    assert len(remarks) == 2 and all("No space left on device" in r for r in remarks)
+    assert checkpoints(kept) == ["step-1"] and (kept / "export" / "model.safetensors").read_bytes() == b"model" and not list(kept.rglob(f"*{PARTIAL}"))
+
+
+def test_of_damaged_checkpoints_the_next_older_is_kept(run, tmp_path):
+    save(run, "step-1")
+    (save(run, "step-2") / "rank0.safetensors").write_bytes(b"wEights")
+    kept, (remark,) = machine.keep_outputs(run.path, tmp_path / "out")
+    assert "step-2 is damaged (rank0.safetensors: its content was altered)" in remark and checkpoints(kept) == ["step-1"]
+
+
+def test_keeping_raises_nothing(run, tmp_path):
+    assert "no run directory" in machine.keep_outputs(tmp_path / "nothing", tmp_path / "out")[1][0]
+    (tmp_path / "file").write_text("")
+    assert "was not kept" in machine.keep_outputs(run.path, tmp_path / "file")[1][0]
+
+
+def smi(monkeypatch, folder, *lines, code=0):
+    "Put an nvidia-smi on the PATH that says `lines`."
+    folder.mkdir(exist_ok=True)
+    (folder / "nvidia-smi").write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {code}\n")
+    (folder / "nvidia-smi").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def t4s(used=3):
+    return [f"{i}, {T4.format(i, used)}" for i in range(2)]
+
+
+def test_doctor_on_this_machine():
+    found = checkup.doctor(bandwidth=False)
+    names = [row.name for row in found.rows]
+    assert names == ["session", "Python", "packages", "GPUs", "torch", "disk for runs", "memory", "Hub", "tokens"]
+    assert all(row.state in ("ok", "warn", "bad") and row.found for row in found.rows) and found.rows[1].state == found.rows[4].state == "ok"
+    assert all(row.found in found._repr_html_().replace("&#x27;", "'") for row in found.rows if "<" not in row.found) and "<style" not in found._repr_html_()
+
+
+def test_bandwidth_of_two_processes():
+    row = checkup._interconnect_row([])
+    assert row.state == "ok" and "2 processes on the CPU, gloo" in row.found and float(row.found.split(" at ")[1].split()[0]) > 0
+
+
+def test_ranks_that_hang_are_a_row(monkeypatch):
+    monkeypatch.setattr(checkup, "_ALL_REDUCE_SECONDS", 0.01)
+    row = checkup._interconnect_row([])
+    assert row.state == "warn" and "not done after 0.01 s" in row.found
+
+
+def test_gpus_without_a_torch_that_can_use_them(monkeypatch, tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without GPU")
+    smi(monkeypatch, tmp_path / "bin", *t4s())
+    done = multigpu_ft("doctor", "--json", cwd=tmp_path)
+    assert done.returncode == 1
+    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    assert "2 x Tesla T4, 16 GB; driver 550.54.15; compute capability 7.5: fp16" in rows["GPUs"]["found"] and rows["GPUs"]["state"] == "ok"
+    assert rows["torch"]["state"] == "bad" and "pip install torch" in rows["torch"]["remedy"]
+    assert "interconnect" not in rows, "nothing to be measured"
+
+
+def test_gpus_that_are_hidden_or_busy(monkeypatch, tmp_path):
+    smi(monkeypatch, tmp_path / "bin", *t4s(used=9000))
+    row = checkup._gpu_row(checkup._query_gpus())
+    assert row.state == "warn" and "GPU 1: 9.4 GB" in row.found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert "1 x Tesla T4" in (found := checkup._gpu_row(checkup._query_gpus()).found) and "hides GPU 0 (Tesla T4" in found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert checkup._gpu_row(checkup._query_gpus()).remedy.startswith("Unset CUDA_VISIBLE_DEVICES")
+
+
+def test_a_driver_that_does_not_run_and_checks_that_fail_or_hang_are_rows(monkeypatch, tmp_path, kaggle):
+    smi(monkeypatch, tmp_path / "bin", "NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", code=9)
+    fake_module(monkeypatch, "kaggle_secrets", UserSecretsClient=no_such_secret)
+    monkeypatch.setattr(checkup, "_torch_row", lambda gpus: checkup.Row("torch", "warn", "not looked at"))
+    monkeypatch.setattr(checkup, "_packages_row", lambda: 1 / 0)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    rows = {row.name: row for row in checkup.doctor().rows}
+    assert rows["GPUs"].state == "bad" and "has failed because" in rows["GPUs"].found
+    assert "ZeroDivisionError" in rows["packages"].found and "Internet on" in rows["Hub"].remedy
+    assert "Kaggle, interactive; 10.0 of 12 hours left" in rows["session"].found and "Secrets" in rows["tokens"].remedy
+    assert checkup._begin("slow", 0.05, lambda: machine.time.sleep(1))().found == "no answer within 0.05 s"
+
+
+def test_offline(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert checkup._hub_row().state == "warn" and "model='FOLDER'" in checkup._hub_row().remedy
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in checkup._hub_row().found
+
+
+def test_a_token_is_never_shown(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    row = checkup._token_row()
+    assert "HF_TOKEN in the environment" in row.found and "hf_secret" not in repr(row)
+
+
+def test_packages_that_are_too_old_or_missing(monkeypatch):
+    monkeypatch.setattr(checkup.importlib.metadata, "requires", lambda name: ["torch>=99", "no-such-package>=1", 'neither-this; extra == "quantization"'])
+    row = checkup._packages_row()
+    assert row.state == "bad" and "is not >=99" in row.found and "no-such-package is missing" in row.found and "'torch>=99'" in row.remedy
+
+
+def test_disk_and_memory(monkeypatch, tmp_path):
+    for count, state in ((30e9, "ok"), (10e9, "warn"), (4e9, "bad")):
+        monkeypatch.setattr(checkup.shutil, "disk_usage", lambda path, count=count: types.SimpleNamespace(free=count))
+        assert checkup._disk_row("disk", tmp_path / "not" / "there", 20).state == state
+    (tmp_path / "memory.max").write_text("1000000000\n")
+    monkeypatch.setattr(checkup, "_CGROUP", tmp_path)
+    assert checkup._memory_row().state == "bad" and "may use 1.0 GB" in checkup._memory_row().found
