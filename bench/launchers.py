@@ -167,7 +167,8 @@ class Trial:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.env = {
-            MARKER: uuid.uuid4().hex, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / "ipython"), "TMPDIR": str(folder),
+            MARKER: uuid.uuid4().hex, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder),
+            "IPYTHONDIR": str(folder / "ipython"),
         }
         self.marks.mkdir()
 

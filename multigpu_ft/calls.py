@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['call', 'visible_gpus']
 
-# %% ../nbs/09d_calls.ipynb #452e070c
+# %% ../nbs/09d_calls.ipynb #1e7b2377
 import json
 import linecache
 import os
@@ -26,7 +26,7 @@ import psutil
 from .config import ConfigError, RunDir, write_json
 from .failures import RunFailed, ending, failure_of, tail
 from .machine import use_secrets
-from .processes import end_with_agent, write_error
+from .processes import end_with_agent, is_running, write_error
 
 # %% ../nbs/09d_calls.ipynb #08c44406
 _CALL, _RESULT = "call.pkl", "result.pkl"
@@ -95,7 +95,7 @@ class _Streams:
         before, self._bar = self._bar, False
         return "\r" if before else ""
 
-# %% ../nbs/09d_calls.ipynb #c3bb3296
+# %% ../nbs/09d_calls.ipynb #9802d170
 _INTERRUPT_GRACE_S, _LOOK_EVERY_S = 3.0, 0.1
 
 
@@ -109,6 +109,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...] = (), nproc: int | 
     if nproc < 1:
         raise ConfigError(f"nproc={nproc}: at least 1 process is needed.")
     use_secrets()
+    _sweep()
     folder = Path(tempfile.mkdtemp(prefix="multigpu_ft-call-"))
     agent = None
     try:
@@ -133,6 +134,14 @@ def call(function: Callable[..., Any], args: tuple[Any, ...] = (), nproc: int | 
             agent.kill()  # its ranks end with it
             agent.wait()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep() -> None:
+    "Remove the directories of calls whose kernel was killed."
+    for folder in Path(tempfile.gettempdir()).glob("multigpu_ft-call-*"):
+        launcher = RunDir(folder).status().get("pids", {}).get("launcher")
+        if launcher and not is_running(launcher):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _show(text: str) -> None:

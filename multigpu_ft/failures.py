@@ -28,7 +28,7 @@ def tail(path: Path, lines: int = 12) -> str:
     # a progress bar writes its line over and over, and only the last is to be seen
     return "\n".join([line.rpartition("\r")[2] for line in text.rstrip("\n").split("\n")][-lines:])
 
-# %% ../nbs/09a_failures.ipynb #75af37be
+# %% ../nbs/09a_failures.ipynb #d8e74073
 class RunFailed(RuntimeError):
     "A rank of a run raised an exception or was killed; `rank`, `exitcode` and `traceback` tell more."
 
@@ -50,10 +50,9 @@ def failure_of(run_dir: RunDir, failure: dict[str, Any]) -> Exception:
         what = f"rank {rank} (pid {failure['pid']}) {ending(code)}"
         if code == -signal.SIGKILL:
             memory = psutil.virtual_memory().total / 2**30
-            what += (
-                f": probably out of host memory. This machine has {memory:.0f} GiB; rank 0 reads the whole model, on a CPU every rank of ddp holds it. "
-                "Lower nproc or take a smaller model"
-            )
+            what += f": probably out of host memory, of which this machine has {memory:.0f} GiB. Lower nproc"
+            if (run_dir.path / "config.json").exists():
+                what += " or take a smaller model; rank 0 reads the whole of it, on a CPU every rank of ddp holds it"
         what += f". The end of its log, {run_dir.log_file(rank)}:\n{tail(run_dir.log_file(rank))}"
     return RunFailed(what, rank, code, failure.get("traceback"))
 

@@ -129,7 +129,7 @@ class Curve:
 def _mean(points: list[tuple[int, float, float]]) -> tuple[int, float, float]:
     return points[-1][0], sum(loss for _, loss, _ in points) / len(points), points[-1][2]
 
-# %% ../nbs/09b_figures.ipynb #9bb7df52
+# %% ../nbs/09b_figures.ipynb #d6c01e22
 def _ticks(low: float, high: float, count: int) -> list[float]:
     "Round numbers between `low` and `high`, about `count` of them."
     rough = (high - low) / count
@@ -148,7 +148,7 @@ def _chart(left: float, width: float, title: str, curves: list[tuple[str, list[t
     y0, y1 = y0 - pad, y1 + pad
     place = lambda p: (left + 46 + (p[0] - x0) / (x1 - x0) * (width - 56), 18 + (y1 - p[1]) / (y1 - y0) * (height - 42))  # noqa: E731
     parts = [f'<text x="{left + 46}" y="11" font-weight="bold">{title}</text>']
-    for y in _ticks(y0, y1, 4):
+    for y in _ticks(y0, y1, 3):
         at = place((x0, y))[1]
         parts.append(f'<line x1="{left + 46}" x2="{left + width - 10}" y1="{at:.1f}" y2="{at:.1f}" stroke="currentColor" opacity="0.18"/>')
         parts.append(f'<text x="{left + 41}" y="{at + 3.5:.1f}" text-anchor="end">{y:.4g}</text>')

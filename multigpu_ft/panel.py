@@ -163,7 +163,7 @@ class Place:
 
         self._handles[1].update({"image/png": base64.b64encode(png).decode(), "text/plain": "loss picture"}, raw=True)
 
-# %% ../nbs/09c_panel.ipynb #5b92c78d
+# %% ../nbs/09c_panel.ipynb #f50ee72c
 _STATE_COLORS = {"starting": "#546e7a", "running": "#1565c0", "stopping": "#b45309", "stopped": "#b45309", "done": "#2e7d32", "failed": "#c62828"}
 _PRE = 'style="max-height:22em;overflow:auto;white-space:pre-wrap;font-size:12px;line-height:1.35;margin:4px 0"'
 
@@ -178,9 +178,14 @@ def _headline(name: str, state: str, note: str) -> str:
     return f'<div style="font-size:14px;margin:2px 0 6px"><b>{escape(name)}</b>&ensp;{badge}&ensp;{escape(note)}</div>'
 
 
+def _steps_done(status: dict[str, Any], curve: Curve) -> int:
+    "Steps on the slice so far. A step is logged at once, the status follows twice a second."
+    return status.get("slice_step", 0) + max(0, curve.last.get("step", 0) - status.get("step", curve.last.get("step", 0)))
+
+
 def _progress(run_dir: RunDir, status: dict[str, Any], curve: Curve) -> str:
     "The bar, and under it step, epoch, time left, and what is left of the session."
-    total, done = status.get("total_steps"), status.get("slice_step", 0)
+    total, done = status.get("total_steps"), _steps_done(status, curve)
     if not total:
         return '<div style="height:3.2em;padding-top:0.6em">loading model and data</div>'
     share = 100 * done / total
@@ -238,7 +243,7 @@ def summary_html(run: Any) -> str:
     results = [(name, status.get(name)) for name in ("export", "merged", "pushed_to", "kept")]
     checkpoints = run_dir.checkpoints()
     rows = [
-        ("steps", f"{status.get('slice_step', 0):,} of {status['total_steps']:,} of the slice" if status.get("total_steps") else "none"),
+        ("steps", f"{_steps_done(status, curve):,} of {status['total_steps']:,} of the slice" if status.get("total_steps") else "none"),
         ("loss", "" if before is None else f"{before:.4f} at the start, {_end_of_loss(after, curve)}"),
         *[row for row in _facts(run_dir, status, curve) if row[0] not in ("loss", "learning rate")],
         ("took", _duration(seconds)),

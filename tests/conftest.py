@@ -12,6 +12,7 @@ import psutil
 import pytest
 from jupyter_client import KernelManager
 
+pytest_plugins = ["browser"]
 REPO = Path(__file__).parents[1]
 NBS = REPO / "nbs"
 BIN = Path(sys.executable).parent

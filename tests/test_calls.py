@@ -144,6 +144,18 @@ def test_a_plain_script_can_launch_a_function(tmp_path):
     assert done.returncode == 0 and "got 42" in done.stdout, done.stderr
 
 
+def test_directories_of_dead_kernels_are_swept(tmp_path, monkeypatch):
+    from multigpu_ft.config import RunDir
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for name, pid in (("multigpu_ft-call-dead", gone.pid), ("multigpu_ft-call-alive", os.getpid())):
+        (tmp_path / name).mkdir()
+        RunDir(tmp_path / name).update_status(state="starting", pids={"launcher": pid})
+    assert launch(lambda: 1, nproc=1) == 1 and [p.name for p in tmp_path.iterdir()] == ["multigpu_ft-call-alive"]
+
+
 @pytest.mark.parametrize("fault", kernels.FAULTS)
 @pytest.mark.parametrize("launcher", kernels.CELLS)
 def test_nothing_outlives_its_kernel_or_agent(tmp_path, launcher, fault):
