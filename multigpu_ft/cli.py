@@ -133,7 +133,10 @@ def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
     found = tyro.cli(_find_runs, args=arguments, prog="multigpu-ft runs")
     if not as_json:
         print(describe(found[0]) if "--last" in arguments and found else found)
-    return [{"run": str(run.dir.path), "state": run.state, "step": run.status.get("step", 0), "loss": run.status.get("loss")} for run in found]
+    newest = [{"loss": None, **(run.dir.recent_metrics(1) or [{}])[-1]} for run in found]
+    return [
+        {"run": str(run.dir.path), "state": run.state, "step": run.status.get("step", 0), "loss": last["loss"]} for run, last in zip(found, newest, strict=True)
+    ]
 
 # %% ../nbs/13_cli.ipynb #def69a63
 def _doctor(arguments: list[str], as_json: bool) -> dict[str, Any]:

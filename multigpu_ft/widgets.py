@@ -72,12 +72,20 @@ def _reads_as_other(text: str) -> bool:
     except ValueError:
         return False
 
-# %% ../nbs/11_widgets.ipynb #35d8ce54
+# %% ../nbs/11_widgets.ipynb #f0639b32
 _NEAR = 64  # so many whole numbers can be told apart on a slider
 
 
 def _bounds(info: FieldInfo) -> dict[str, float]:
     return {key: value for each in info.metadata for key in ("ge", "gt", "le") if (value := getattr(each, key, None)) is not None}
+
+
+def _limits(info: FieldInfo) -> str:
+    bounds = {key: _words(value) for key, value in _bounds(info).items()}
+    if {"ge", "le"} <= bounds.keys():
+        return f"{bounds['ge']} to {bounds['le']}"
+    words = {"ge": "at least", "gt": "above", "le": "at most"}
+    return ", ".join(f"{words[key]} {limit}" for key, limit in bounds.items())
 
 
 def _make_input(name: str, info: FieldInfo, layout: w.Layout) -> w.ValueWidget:
@@ -113,7 +121,7 @@ def _words(value: Any) -> str:
     short = f"{value:g}" if isinstance(value, float) else ""
     return "" if value is None else short if short and float(short) == value else str(value)
 
-# %% ../nbs/11_widgets.ipynb #d8425193
+# %% ../nbs/11_widgets.ipynb #8ef07ac8
 class _Field:
     "A setting in the form: `input`, and `note` beside it."
 
@@ -121,9 +129,7 @@ class _Field:
         self.name, self.group = name, info.json_schema_extra["group"]
         self.input, self.note = _make_input(name, info, layout), w.HTML(layout=layout)
         self._optional, self._typed = NoneType in _kinds(info), isinstance(self.input, w.Text)
-        words = {"ge": "at least", "gt": "above", "le": "at most"}
-        limits = ", ".join(f"{words[key]} {_words(value)}" for key, value in _bounds(info).items())
-        self._help = escape(info.description + (f" · {limits}" if limits else ""))
+        self._help = escape(" · ".join(filter(None, [info.description, _limits(info)])))
 
     def read(self) -> dict[str, Any]:
         "Its value as an argument of `RunConfig`; none if it is left to the default."
@@ -137,7 +143,7 @@ class _Field:
     def tell(self, error: str, was: str) -> None:
         "Bring the note up to date. `was`: what it is changed from, in words."
         wrong = f'<div class="multigpu-bad">✗ {escape(error)}</div>' if error else ""
-        _set(self.note, f'{wrong}{f"<b>• {escape(was)}</b> " if was else ""}<span class="multigpu-help">{self._help}</span>')
+        _set(self.note, f'{wrong}{f"<b>• {escape(was)}</b>&ensp;" if was else ""}<span class="multigpu-help">{self._help}</span>')
         self._mark("multigpu-wrong", bool(error))
         self._mark("multigpu-changed", bool(was))
 
@@ -188,24 +194,26 @@ def _launch(cfg: RunConfig, place: Place | None) -> tuple[Run, str]:
         run = launch(cfg, wait=False, panel=place)
     return run, heard.getvalue().strip()
 
-# %% ../nbs/11_widgets.ipynb #79851489
+# %% ../nbs/11_widgets.ipynb #78619e55
 _STYLE = """<style>
-.multigpu-form { --multigpu-label: 13.5em; --multigpu-red: var(--jp-error-color1, #d32f2f); max-width: 75em; }
-.multigpu-fields { display: grid; grid-template-columns: minmax(18em, 29em) minmax(14em, 1fr); gap: 2px 1.2em; align-items: start; overflow: hidden; }
+.multigpu-form { --multigpu-label: 12.8em; --multigpu-red: var(--jp-error-color1, #d32f2f); max-width: 78em; }
+.multigpu-fields { display: grid; grid-template-columns: minmax(18em, 33em) minmax(14em, 1fr); gap: 2px 1.2em; align-items: start; overflow: hidden; }
+.multigpu-form > .multigpu-fields { padding: 0 17px; }
 @media (max-width: 50em) { .multigpu-fields { grid-template-columns: 1fr; } }
 .multigpu-form .widget-label, .multigpu-form .widget-label-basic span { text-align: left; color: inherit; }
 .multigpu-form .widget-label-basic { display: flex; flex-direction: row-reverse; justify-content: flex-end; align-items: center; }
-.multigpu-form .widget-label-basic span { width: var(--multigpu-label); flex: none; }
+.multigpu-form .widget-label-basic span { width: var(--multigpu-label); flex: none; margin-right: 8px; }
 .multigpu-form .widget-html-content { line-height: 1.35; padding-top: 5px; color: inherit; }
 .multigpu-form .multigpu-help { opacity: 0.8; }
 .multigpu-form .multigpu-bad { color: var(--multigpu-red); font-weight: 600; }
 .multigpu-form .multigpu-wrong :is(input, select) { outline: 2px solid var(--multigpu-red); outline-offset: -2px; }
 .multigpu-form .multigpu-changed :is(.widget-label, .widget-label-basic span) { font-weight: 700; }
-.multigpu-form pre { user-select: all; white-space: pre-wrap; margin: 2px 0 8px; padding: 6px 10px; border-radius: 4px; background: rgba(128, 128, 128, 0.15); color: inherit; }
+.multigpu-form pre { user-select: all; white-space: pre-wrap; margin: 2px 0 8px; padding: 6px 10px; color: inherit; }
+.multigpu-form pre { border-radius: 4px; background: rgba(128, 128, 128, 0.15); }
 </style>"""
 _ESTIMATE_AFTER_S = 0.6  # without a keystroke
 
-# %% ../nbs/11_widgets.ipynb #fd789f4d
+# %% ../nbs/11_widgets.ipynb #ed689888
 class Form:
     "What `form` returns. Shown in a cell it is the form; `config`, `call`, `command` and `run` are what came of it."
 
@@ -270,12 +278,12 @@ class Form:
             style={"description_width": "var(--multigpu-label)"}, layout=wide,
         )
         self._back = w.Button(layout=w.Layout(width="max-content"))
-        self._run_button = w.Button(description="Run", icon="play", button_style="primary")
+        self._run_button = w.Button(description="Run", button_style="primary")
         self._needs, self._memory, self._message, self._code = (w.HTML(layout=wide) for _ in range(4))
         top = w.Box([self._picker, self._needs], layout=wide)
         top.add_class("multigpu-fields")
-        parts = [w.HTML(_STYLE, layout=w.Layout(display="none")), top, self._tabs, w.HBox([self._run_button, self._back]), self._message, self._memory, self._code]
-        self._root = w.VBox(parts)
+        style, buttons = w.HTML(_STYLE, layout=w.Layout(display="none")), w.HBox([self._run_button, self._back])
+        self._root = w.VBox([style, top, self._tabs, buttons, self._message, self._memory, self._code])
         self._root.add_class("multigpu-form")
         self._write(self._config)
         for field in self._fields:
@@ -315,7 +323,8 @@ class Form:
             if self._config:
                 changed = set(_changes(self._config, self._preset))
             else:
-                changed = {field.name for field in self._fields if field.name not in _FOLLOWING and field.input.value != field.shown(getattr(start, field.name))}
+                others = [field for field in self._fields if field.name not in _FOLLOWING]
+                changed = {field.name for field in others if field.input.value != field.shown(getattr(start, field.name))}
             together = self._errors.get("", "")
             marks = {group: [0, False] for group in self._groups}
             for field in self._fields:
@@ -340,7 +349,7 @@ class Form:
             busy = f"<b>{escape(self._busy)}</b> " if self._busy else ""
             _set(self._message, f'{busy}{self._remark}<div class="multigpu-bad" role="alert">{wrong}</div>')
             _set(self._run_button, bool(self._busy) or not self._config, "disabled")
-            shown = {"Python": self.call, "shell": self.command} if self._config else {"Python, shell and Run": "wait until what is marked ✗ is put right"}
+            shown = {"Python": self.call, "papermill": self.command} if self._config else {"Python, papermill and Run": "wait until what is marked ✗ is put right"}
             _set(self._code, "".join(f"{name}<pre>{escape(code)}</pre>" for name, code in shown.items()))
 
     def _on_run(self, _: Any) -> None:

@@ -63,7 +63,7 @@ def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots, theme):
     until(lambda: points(page) > first + 10, 60, "the curve moves")
     page.page.get_by_text("checkpoints", exact=True).click()
     page.wait_for_text(re.compile(r"opt-tiny_0-4000-step-\d+"), 40, 0)
-    page.screenshot(shots / f"live-{theme}.png", page.page.locator(".jp-OutputArea-child").last)
+    page.screenshot(shots / f"live-{theme}.png", page.output(0).locator(".jp-OutputArea-child:has(svg)").first)
     page.click("Stop (saves)")
     page.wait_for_text("stopped", 30, 0)
     page.wait_for_text("the same settings again continue", 10, 0)
