@@ -1,5 +1,5 @@
-"""The notebook experience in numbers, in JupyterLab and a real browser: the way from the form to a run that is attached to again, in seconds; what the panel costs; and
-how large a notebook is in which a long run was watched.
+"""The notebook experience in numbers, in JupyterLab and a real browser: the way from the form to a run that is attached to again, in seconds; what the panel
+costs; and how large a notebook is in which a long run was watched.
 
     python bench/notebook.py --rounds 5 --steps 20000
 """

@@ -194,10 +194,12 @@ def _launch(cfg: RunConfig, place: Place | None) -> tuple[Run, str]:
         run = launch(cfg, wait=False, panel=place)
     return run, heard.getvalue().strip()
 
-# %% ../nbs/11_widgets.ipynb #78619e55
+# %% ../nbs/11_widgets.ipynb #fae5884c
 _STYLE = """<style>
-.multigpu-form { --multigpu-label: 12.8em; --multigpu-red: var(--jp-error-color1, #d32f2f); max-width: 78em; }
-.multigpu-fields { display: grid; grid-template-columns: minmax(18em, 33em) minmax(14em, 1fr); gap: 2px 1.2em; align-items: start; overflow: hidden; }
+.multigpu-form { --multigpu-label: 14.6em; --multigpu-red: var(--jp-error-color1, #d32f2f); max-width: 78em; }
+.multigpu-form { --jp-widgets-dropdown-arrow: url("data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='-4 0 26 18'%3E\
+%3Cpath d='M5 7l4 4 4-4' fill='none' stroke='%23888' stroke-width='2'/%3E%3C/svg%3E"); }
+.multigpu-fields { display: grid; grid-template-columns: minmax(20em, 34em) minmax(14em, 1fr); gap: 2px 1.2em; align-items: start; overflow: hidden; }
 .multigpu-form > .multigpu-fields { padding: 0 17px; }
 @media (max-width: 50em) { .multigpu-fields { grid-template-columns: 1fr; } }
 .multigpu-form .widget-label, .multigpu-form .widget-label-basic span { text-align: left; color: inherit; }
@@ -206,14 +208,14 @@ _STYLE = """<style>
 .multigpu-form .widget-html-content { line-height: 1.35; padding-top: 5px; color: inherit; }
 .multigpu-form .multigpu-help { opacity: 0.8; }
 .multigpu-form .multigpu-bad { color: var(--multigpu-red); font-weight: 600; }
-.multigpu-form .multigpu-wrong :is(input, select) { outline: 2px solid var(--multigpu-red); outline-offset: -2px; }
+.multigpu-form .multigpu-wrong :is(input, select) { box-shadow: inset 0 0 0 2px var(--multigpu-red); }
 .multigpu-form .multigpu-changed :is(.widget-label, .widget-label-basic span) { font-weight: 700; }
 .multigpu-form pre { user-select: all; white-space: pre-wrap; margin: 2px 0 8px; padding: 6px 10px; color: inherit; }
 .multigpu-form pre { border-radius: 4px; background: rgba(128, 128, 128, 0.15); }
 </style>"""
 _ESTIMATE_AFTER_S = 0.6  # without a keystroke
 
-# %% ../nbs/11_widgets.ipynb #ed689888
+# %% ../nbs/11_widgets.ipynb #b58228f0
 class Form:
     "What `form` returns. Shown in a cell it is the form; `config`, `call`, `command` and `run` are what came of it."
 
@@ -349,7 +351,8 @@ class Form:
             busy = f"<b>{escape(self._busy)}</b> " if self._busy else ""
             _set(self._message, f'{busy}{self._remark}<div class="multigpu-bad" role="alert">{wrong}</div>')
             _set(self._run_button, bool(self._busy) or not self._config, "disabled")
-            shown = {"Python": self.call, "papermill": self.command} if self._config else {"Python, papermill and Run": "wait until what is marked ✗ is put right"}
+            waits = {"Python, papermill and Run": "wait until what is marked ✗ is put right"}
+            shown = {"Python": self.call, "papermill": self.command} if self._config else waits
             _set(self._code, "".join(f"{name}<pre>{escape(code)}</pre>" for name, code in shown.items()))
 
     def _on_run(self, _: Any) -> None:

@@ -238,6 +238,17 @@ class Page:
         self.field(label).fill(str(text))
         self.field(label).press("Tab")
 
+    def theme(self, name):
+        "Turn to the `light` or the `dark` theme."
+        self.page.evaluate("name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})", f"JupyterLab {name.title()}")
+        self._wait(f"() => document.body.dataset.jpThemeLight == '{str(name == 'light').lower()}'", 10, f"the {name} theme")
+
+    def screenshots(self, folder, name, locator=None):
+        "A picture in each theme."
+        for theme in ("light", "dark"):
+            self.theme(theme)
+            self.screenshot(folder / f"{name}-{theme}.png", locator)
+
     def screenshot(self, path, locator=None):
         "A picture of the page, or of a locator alone, all of it."
         window, box = self.page.viewport_size, locator and locator.bounding_box()

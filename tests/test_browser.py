@@ -29,15 +29,14 @@ def place(lab):
     assert not left, f"processes outlived the run: {left}"
 
 
-def points(page):
-    "How far the drawn loss curve reaches: the number of its points."
-    lines = page.page.locator("svg polyline")
+def points(page, cell=0):
+    "How far the loss curve that a cell shows reaches: the number of its points."
+    lines = page.output(cell).locator("svg polyline")
     return len(lines.first.get_attribute("points").split()) if lines.count() else 0
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots, theme):
-    here = place(theme)
+def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
+    here = place()
     notebook = make_notebook(
         here.folder / "form.ipynb", IMPORTS + "f = form(RunConfig(run_root='runs', packing='padded', save_every=50, nproc=2))\nf",
         IMPORTS + "run = Run.attach('runs/mine')", IMPORTS + "runs('runs')",
@@ -53,34 +52,33 @@ def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots, theme):
     page.page.get_by_role("tab", name=re.compile("^training")).click()
     page.type("batch_size", "two")
     page.wait_for_text("valid integer", 20, 0)
-    page.screenshot(shots / f"form-error-{theme}.png", page.output(0))
+    page.screenshots(shots, "form-error", page.output(0))
     page.type("batch_size", "2")
     page.wait_for_text("batch_size=2", 20, 0)
-    page.screenshot(shots / f"form-{theme}.png", page.output(0))
+    page.screenshots(shots, "form", page.output(0))
     page.click("Run")
     page.wait_for_text(re.compile(r"step \d+ of 1,000"), 60, 0)
     first = until(lambda: points(page), 20, "a curve")
     until(lambda: points(page) > first + 10, 60, "the curve moves")
     page.page.get_by_text("checkpoints", exact=True).click()
     page.wait_for_text(re.compile(r"opt-tiny_0-4000-step-\d+"), 40, 0)
-    page.screenshot(shots / f"live-{theme}.png", page.output(0).locator(".jp-OutputArea-child:has(svg)").first)
+    page.screenshots(shots, "live", page.output(0).locator(".jp-OutputArea-child:has(svg)").first)
     page.click("Stop (saves)")
     page.wait_for_text("stopped", 30, 0)
     page.wait_for_text("the same settings again continue", 10, 0)
     page.restart_kernel()
     page.run_cell(1)
     page.wait_for_text(re.compile(r"opt-tiny_0-4000-step-\d+ \("), 10, 1)
-    page.screenshot(shots / f"stopped-{theme}.png", page.output(1))
+    page.screenshots(shots, "stopped", page.output(1))
     page.run_cell(3, wait=90)
     page.wait_for_text(re.compile(r"continues from checkpoint opt-tiny_0-4000-step-\d+ of mine"), 10, 3)
     page.run_cell(2)
     page.wait_for_text("again", 5, 2)
-    page.screenshot(shots / f"runs-{theme}.png", page.output(2))
+    page.screenshots(shots, "runs", page.output(2))
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank, theme):
-    here = place(theme, **failing_rank)
+def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank):
+    here = place("dark", **failing_rank)
     page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG})", "'the next cell ran'"))
     page.run_all(wait=0)
     page.wait_for_text("failed", 60, 0)
@@ -89,7 +87,7 @@ def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank, theme)
     details = page.output(0).locator("details")
     assert details.count() == 1 and not details.evaluate("e => e.open")
     assert page.output(1).inner_text() == "" if page.output(1).count() else True, "the cell after it did not run"
-    page.screenshot(shots / f"failed-{theme}.png", page.output(0).locator(".jp-OutputArea-child").nth(1))
+    page.screenshots(shots, "failed", page.output(0).locator(".jp-OutputArea-child").nth(1))
     details.locator("summary").click()
     page.wait_for_text("Traceback of rank 1", 5, 0)
     page.save()
@@ -98,10 +96,10 @@ def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank, theme)
     assert len(html) == 1 and "ZeroDivisionError" in html[0] and "<script" not in html[0]
 
 
-def test_a_detached_run_is_found_again_alive_and_killed(place, shots):
+def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
     here = place()
-    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG}, wait=False, detach=True)", IMPORTS + "runs('runs')",
-                                   IMPORTS + "run = Run.attach('runs/opt-tiny_0-4000')"))
+    attach = IMPORTS + "run = Run.attach(runs('runs')[-1].dir.path)"
+    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG}, wait=False, detach=True)", IMPORTS + "runs('runs')", attach))
     page.run_cell(0)
     running(here.folder / "runs")
     page.restart_kernel()
@@ -109,29 +107,24 @@ def test_a_detached_run_is_found_again_alive_and_killed(place, shots):
     page.wait_for_text("running", 10, 1)
     page.run_cell(2)
     page.wait_for_text(re.compile(r"step \d+ of 1,000"), 20, 2)
-    before = points(page)
-    until(lambda: points(page) > before, 30, "the curve moves in the new kernel")
+    before = points(page, 2)
+    until(lambda: points(page, 2) > before, 30, "the curve moves in the new kernel")
     page.click("Kill")
     page.click("Really? Nothing is saved")
     page.wait_for_text("killed", 20, 2)
     assert not processes(here.folder / "runs")
-
-
-def test_a_run_whose_processes_are_gone_is_told_so(place):
-    here = place()
-    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG}, wait=False, detach=True)", IMPORTS + "runs('runs')",
-                                   IMPORTS + "run = Run.attach('runs/opt-tiny_0-4000')"))
+    (here.folder / "runs" / "opt-tiny_0-4000").rename(here.folder / "first")
     page.run_cell(0)
     run_dir = running(here.folder / "runs")
     page.restart_kernel()
-    agent = json.loads((run_dir / "status.json").read_text())["pids"]["agent"]
-    for pid in [agent, *ranks(run_dir)]:
+    for pid in [json.loads((run_dir / "status.json").read_text())["pids"]["agent"], *ranks(run_dir)]:
         os.kill(pid, signal.SIGKILL)
     until(lambda: not processes(here.folder / "runs"), 5, "killed")
     page.run_cell(1)
     page.wait_for_text("processes are gone", 10, 1)
     page.run_cell(2)
     page.wait_for_text(re.compile("gone without a word, since .*: killed, or ended with their machine"), 10, 2)
+    page.screenshots(shots, "gone", page.output(2))
 
 
 def test_stopped_by_its_button_while_the_cell_waits(place, shots):
