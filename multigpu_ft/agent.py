@@ -24,11 +24,13 @@ if _IS_COMMAND:
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from inspect import signature
 from typing import Any
@@ -257,6 +259,9 @@ def _keep(run_dir: RunDir) -> None:
         run_dir.update_status(activity=f"copying model and checkpoint to {folder}")
         kept, remarks = keep_outputs(run_dir.path, folder)
         run_dir.update_status(activity=None, kept=str(kept), remarks=[*run_dir.status().get("remarks", []), *remarks])
+        if kept.is_dir() and kept != run_dir.path:
+            with suppress(OSError):
+                shutil.copy2(run_dir.path / "status.json", kept)
 
 
 def _call(run_dir: RunDir) -> int:

@@ -28,7 +28,7 @@ def tail(path: Path, lines: int = 12) -> str:
     # a progress bar writes its line over and over, and only the last is to be seen
     return "\n".join([line.rpartition("\r")[2] for line in text.rstrip("\n").split("\n")][-lines:])
 
-# %% ../nbs/09a_failures.ipynb #d8e74073
+# %% ../nbs/09a_failures.ipynb #88e9cf75
 class RunFailed(RuntimeError):
     "A rank of a run raised an exception or was killed; `rank`, `exitcode` and `traceback` tell more."
 
@@ -59,8 +59,4 @@ def failure_of(run_dir: RunDir, failure: dict[str, Any]) -> Exception:
 
 def ending(code: int) -> str:
     "How a process ended, in words."
-    return f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-
-
-def _ending(code: int) -> str:
     return f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"

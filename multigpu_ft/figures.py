@@ -75,7 +75,7 @@ def save_png(figure: Any, path: Path) -> None:
     figure.savefig(raw, format="png")
     Image.open(raw).convert("RGB").quantize(64).save(path, optimize=True)
 
-# %% ../nbs/09b_figures.ipynb #6a712ed5
+# %% ../nbs/09b_figures.ipynb #2ee75844
 class Curve:
     """Loss (nats) and learning rate over steps of a metrics.jsonl that grows. `points` holds at most `2 * limit` of `(step, loss, learning_rate)`,
     `evaluated` as many of `(step, loss)`, `last` the newest line, `recent` `(step, time)` of the newest twenty."""
@@ -102,9 +102,10 @@ class Curve:
                 before = self._offset
                 while lines := file.readlines(1 << 20):
                     for line in lines:
-                        if line.endswith(b"\n"):
-                            self._offset += len(line)
-                            self._add(json.loads(line))
+                        if not line.endswith(b"\n"):  # it is being written
+                            return self._offset > before
+                        self._offset += len(line)
+                        self._add(json.loads(line))
         except FileNotFoundError:
             return False
         return self._offset > before

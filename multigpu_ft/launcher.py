@@ -11,27 +11,27 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from .calls import call
+from .calls import call, start_agent
 from .config import FINAL_STATES, LIVE_STATES, CheckpointError, ConfigError, RunConfig, RunDir
 from .data import count_rows
 from .failures import ending, failure_of, tail
 from .figures import figures_as_png, loss_figure, save_png
 from .lineage import find_checkpoints, is_foreign, ledger_remarks, read_progress, sweep
-from .machine import default_run_root, settle, use_secrets
+from .machine import default_run_root, for_this_machine, session_end, use_secrets
 from .panel import LiveLine, Panel, Place, age, has_viewer, progress_line, react_to_widgets, say
 from .processes import is_running
 
-# %% ../nbs/10_launcher.ipynb #3da7cdc9
+# %% ../nbs/10_launcher.ipynb #fa6c0408
 def recipe(name: str = "train.ipynb") -> Path:
     "Where the notebook `name` for papermill is: in the folder nbs, or here."
     return Path("nbs") / name if (Path("nbs") / name).exists() else Path(name)
@@ -41,7 +41,7 @@ def changed_settings(cfg: RunConfig) -> dict[str, Any]:
     "The fields of `cfg` that are not what they would be by default."
     plain = {**RunConfig(model=cfg.model).model_dump(), "model": RunConfig().model}
     changed = {k: v for k, v in cfg.model_dump().items() if v != plain[k]}
-    if Path(cfg.run_root).absolute() == Path(plain["run_root"]).absolute():
+    if Path(cfg.run_root).absolute() in (Path(plain["run_root"]).absolute(), Path(default_run_root()).absolute()):
         changed.pop("run_root", None)
     return changed
 
@@ -97,7 +97,7 @@ class Run:
             return None
         status = self.status
         checkpoints = self.dir.checkpoints()
-        left = f"; checkpoint {checkpoints[-1].name} is whole, and the same settings again go on from it" if checkpoints else ""
+        left = f"; its newest checkpoint is {checkpoints[-1].name}, and the same settings again go on from it" if checkpoints else ""
         gone = (
             f"the processes of {self.name} are gone without a word, since {age(time.time() - status.get('heartbeat', 0))}: "
             f"killed, or ended with their machine{left}. Its logs are in {self.dir.path / 'logs'}"
@@ -121,11 +121,13 @@ class Run:
 
         `panel`: True, False (a line of text), None (a panel if there is somebody to see it), or a `Place` made earlier.
         """
+        if isinstance(self._view, Panel):
+            self._view.end(self._line, None)
         self._view = self._make_view(panel)
         if self._alive():
             threading.Thread(target=self._follow, args=(self._view,), name=f"follow-{self.name}", daemon=True).start()
         else:
-            self._settle()
+            self._end()
 
     def wait(self, timeout: float | None = None, panel: bool | Place | None = None) -> "Run":
         """Show progress until the run has ended, then its loss picture. Returns the run. `panel` as in `show`.
@@ -134,8 +136,8 @@ class Run:
         error if it failed, `TimeoutError` if it has not ended after `timeout` seconds (it goes on).
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._view = self._view or self._make_view(panel)
         try:
+            self._view = self._view or self._make_view(panel)
             with react_to_widgets() as react:
                 while self._alive():
                     self._show_progress(self._view)
@@ -144,8 +146,12 @@ class Run:
                     react()
                     time.sleep(0.1)
         except KeyboardInterrupt:
-            self.stop()
-        view, failure = self._view, self._settle()
+            try:
+                self.stop()
+            except KeyboardInterrupt:  # the second one
+                self._end()
+                raise
+        view, failure = self._view, self._end()
         if failure:
             raise failure from None
         if view and (message := self.status.get("message")):
@@ -154,13 +160,14 @@ class Run:
 
     def stop(self) -> "Run":
         "Let the ranks finish their step and save, then end them. Returns the run; its state is `stopped`, or `done` if it was faster."
-        view = self._view or LiveLine()
+        shown = self._view
+        view = shown or LiveLine()
         try:
             self.see_stopped(lambda: view.show(lambda: f"{self._line()} · stopping, interrupt again to kill"))
         except KeyboardInterrupt:
             self.kill()
             raise
-        if not self._view:
+        if shown is None:
             view.show(self._line, final=True)
         return self
 
@@ -178,23 +185,27 @@ class Run:
                 busy = time.monotonic()
             saving = time.monotonic() - busy < 2  # one activity may follow another
             save_s = _SAVE_GRACE_S + 2 * status.get("checkpoint_bytes", 0) / 50e6  # a save in flight and the last one, on a slow disk
-            if status["state"] == "starting" or waited > (save_s if saving else max(_STOP_GRACE_S, 2 * step_s + 5)):
+            if self._is_elsewhere(status):
+                pass  # its processes cannot be reached from here; they will see the request
+            elif status["state"] == "starting" or waited > (save_s if saving else max(_STOP_GRACE_S, 2 * step_s + 5)):
                 self.kill()
-            else:
-                look()
-                time.sleep(0.1)
+            look()
+            time.sleep(0.1)
 
     def kill(self) -> None:
         "End all processes of the run at once, without saving."
-        for process in self._processes():
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass  # ranks end with their agent, perhaps before their turn
-        if self._agent:
-            self._agent.wait()
-        if self.status["state"] in LIVE_STATES:
-            self.dir.update_status(state="stopped", message="killed", activity=None)
+        if self._is_elsewhere(self.status):
+            raise ConfigError(f"{self.name} runs on {self.status['host']}, and only there it can be killed; run.stop() reaches it from here.")
+        with self._ending:  # whoever follows the run shall not take this for a failure
+            for process in self._processes():
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass  # ranks end with their agent, perhaps before their turn
+            if self._agent:
+                self._agent.wait()
+            if self.status["state"] in LIVE_STATES:
+                self.dir.update_status(state="stopped", message="killed", activity=None)
 
     def plot(self) -> Any:
         "Loss over steps, and what was evaluated, as a matplotlib figure, which a notebook shows."
@@ -231,14 +242,17 @@ class Run:
     def _is_named(self, process: psutil.Process) -> bool:
         "Whether the last word of its command line is this run's directory, seen from where it was started."
         words = process.cmdline()
-        return bool(words) and Path(process.cwd(), words[-1]).resolve() == self.dir.path
+        return bool(words) and (Path(words[-1]) == self.dir.path or Path(process.cwd(), words[-1]).resolve() == self.dir.path)
+
+    def _is_elsewhere(self, status: dict[str, Any]) -> bool:
+        return not self._agent and status.get("host", socket.gethostname()) != socket.gethostname()
 
     def _alive(self) -> bool:
         "Whether the agent, and with it the run, lives."
         if self._agent:
             return self._agent.poll() is None
         status = self.status
-        if status.get("host", socket.gethostname()) != socket.gethostname():
+        if self._is_elsewhere(status):
             return status["state"] in LIVE_STATES and time.time() - status.get("heartbeat", 0) < _SILENT_S
         return bool(self._processes())
 
@@ -259,9 +273,9 @@ class Run:
             self._show_progress(view)
             time.sleep(0.2)
         if self._view is view:
-            self._settle()
+            self._end()
 
-    def _settle(self) -> Exception | None:
+    def _end(self) -> Exception | None:
         "What is to be done once, by whoever sees first that the run has ended. Returns why it failed."
         with self._ending:
             if self._agent and self._agent.returncode and self.status["state"] in LIVE_STATES:
@@ -279,9 +293,13 @@ class Run:
         metrics, path = self.metrics, self.dir.path / "report" / "loss.png"
         if not metrics:
             return None
-        save_png(loss_figure(metrics, self.name), path)
-        if (kept := self.status.get("kept")) and Path(kept).is_dir():
-            shutil.copytree(path.parent, Path(kept) / path.parent.name, dirs_exist_ok=True)
+        try:
+            save_png(loss_figure(metrics, self.name), path)
+        except OSError:  # a full disk, or one that may only be read
+            return path if path.exists() else None
+        if (kept := Path(self.status.get("kept", ""))) not in (Path(), self.dir.path) and kept.is_dir():
+            with suppress(OSError, shutil.Error):
+                shutil.copytree(path.parent, kept / path.parent.name, dirs_exist_ok=True)
         return path
 
 # %% ../nbs/10_launcher.ipynb #e383e580
@@ -310,7 +328,7 @@ def launch(
 
 def _launch_run(cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | None) -> Run:
     use_secrets()
-    cfg = settle(cfg)
+    cfg = for_this_machine(cfg)
     num_rows = count_rows(cfg)
     end_idx = cfg.slice_end(num_rows) if num_rows is not None else None
     sweep(Path(cfg.run_root))
@@ -318,20 +336,17 @@ def _launch_run(cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | 
     run_dir = RunDir.create(cfg, end_idx)
     say("\n".join([f"{run_dir.name}: {origin}", *(f"{run_dir.name}: {remark}" for remark in remarks)]))
     parent = {} if detach else {"launcher": os.getpid()}
-    run_dir.update_status(state="starting", pids=parent, host=socket.gethostname(), launched=time.time())
-    with open(run_dir.log_file("agent"), "w") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "multigpu_ft.agent", str(run_dir.path)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )
-    run_dir.update_status(pids={**parent, "agent": agent.pid})
-    run = Run(run_dir, agent)
-    run._said.update(remarks)
-    if wait:
-        return run.wait(panel=panel)
-    if panel or (panel is None and has_viewer()):
-        run.show(panel)
-    return run
+    run_dir.update_status(state="starting", pids=parent, host=socket.gethostname(), launched=time.time(), session_end=session_end())
+    run = Run(run_dir, agent := start_agent(run_dir))
+    try:
+        run_dir.update_status(pids={**parent, "agent": agent.pid})
+        run._said.update(remarks)
+        if not wait and (panel or (panel is None and has_viewer())):
+            run.show(panel)
+    except BaseException:  # an interrupt, too: nobody would know of it
+        run.kill()
+        raise
+    return run.wait(panel=panel) if wait else run
 
 
 class Runs(list[Run]):
@@ -364,8 +379,11 @@ class Runs(list[Run]):
 
 def runs(run_root: str | Path | None = None) -> Runs:
     "The runs under `run_root` (None: where runs are kept by default), oldest first."
-    found = sorted(Path(run_root or default_run_root()).glob("*/config.json"), key=lambda p: p.stat().st_mtime)
-    return Runs(Run(path.parent) for path in found)
+    found = Runs()
+    for path in sorted(Path(run_root or default_run_root()).glob("*/config.json"), key=lambda p: p.stat().st_mtime):
+        with suppress(ConfigError):  # of a version with other settings
+            found.append(Run(path.parent))
+    return found
 
 
 def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str]]:

@@ -138,12 +138,13 @@ def _belongs(checkpoint: Path, cfg: RunConfig) -> bool:
     return not difference(stored, fingerprint(cfg))
 
 
+_SCRATCH = ("/kaggle/temp/runs", "/content/runs")
 _KEPT = ("kaggle/working/runs", "kaggle/input/*/runs", "kaggle/input/*/*/*/runs", "content/drive/MyDrive/multigpu_ft/runs")  # copies of earlier sessions
 
 
 def _saved_under(root: Path) -> list[Path]:
-    "Checkpoints of all runs under `root`, and of those that outlived a session on Kaggle or Colab, newest first."
-    roots = [root, *(kept for pattern in _KEPT for kept in Path("/").glob(pattern) if kept != root.absolute())]
+    "Checkpoints of all runs under `root`, newest first. With what is on Kaggle's and Colab's scratch disk belongs what was kept of earlier sessions."
+    roots = [root, *(kept for pattern in _KEPT for kept in Path("/").glob(pattern) if str(root) in _SCRATCH)]
     found = [c for place in roots for run in place.glob("*/config.json") for c in RunDir(run.parent).checkpoints()]
     return sorted(found, key=saved_at, reverse=True)
 

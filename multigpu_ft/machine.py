@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['KAGGLE_OUTPUTS', 'KAGGLE_SCRATCH', 'COLAB_SCRATCH', 'COLAB_DRIVE', 'LONGEST_SESSION', 'SECRETS', 'platform',
-           'default_run_root', 'outputs_folder', 'session_hours', 'quota_note', 'settle', 'secret', 'use_secrets',
-           'keep_outputs']
+           'default_run_root', 'outputs_folder', 'session_hours', 'quota_note', 'for_this_machine', 'session_end',
+           'secret', 'use_secrets', 'keep_outputs']
 
 # %% ../nbs/00c_machine.ipynb #27cb9860
 import os
@@ -63,16 +63,17 @@ def quota_note() -> str | None:
         "colab": "Colab may end a session before its 12 hours, sooner when the tab is closed or idle, and everything outside the Drive is lost then",
     }.get(platform())
 
-# %% ../nbs/00c_machine.ipynb #ae566453
-def settle(cfg: RunConfig) -> RunConfig:
-    "`cfg` for this machine: on Kaggle and Colab the default `run_root` is on the scratch disk, and `max_hours` what is left of the session."
-    changes: dict[str, Any] = {}
-    if cfg.run_root == RunConfig.model_fields["run_root"].default and default_run_root() != cfg.run_root:
-        changes["run_root"] = default_run_root()
+# %% ../nbs/00c_machine.ipynb #da32c4d7
+def for_this_machine(cfg: RunConfig) -> RunConfig:
+    "`cfg`, on Kaggle and Colab with its default `run_root` on the scratch disk."
+    is_default = cfg.run_root == RunConfig.model_fields["run_root"].default
+    return cfg.replace(run_root=default_run_root()) if is_default and default_run_root() != cfg.run_root else cfg
+
+
+def session_end() -> float | None:
+    "When the session will end (seconds since 1970), with three minutes for the rest of the notebook; `None` if that is not known."
     hours = session_hours()
-    if cfg.max_hours is None and hours and hours > 0.25:
-        changes["max_hours"] = round(hours - 0.05, 3)
-    return cfg.replace(**changes) if changes else cfg
+    return None if hours is None else time.time() + hours * 3600 - 180
 
 # %% ../nbs/00c_machine.ipynb #ad89ab8d
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
@@ -125,7 +126,7 @@ def use_secrets() -> list[str]:
             added.append(name)
     return added
 
-# %% ../nbs/00c_machine.ipynb #0c2ac00d
+# %% ../nbs/00c_machine.ipynb #34f329f2
 _WORTH_KEEPING = ("status.json", "config.json", "metrics.jsonl", "logs", "report", "export", "merged")
 _REMEDY = "Make room there, or set hf_repo, and the model goes to the Hub as well."
 
@@ -144,7 +145,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _settle(old: Path, target: Path) -> None:
+def _recover(old: Path, target: Path) -> None:
     "If an exchange of `target`, which was moved to `old`, was cut short, finish it or take it back."
     if old.exists():
         _remove(old) if target.exists() else os.rename(old, target)
@@ -155,7 +156,7 @@ def _copy(source: Path, target: Path, check: Callable[[Path], None] | None = Non
     partial, old = (target.with_name(f"{target.name}.{kind}{PARTIAL}") for kind in ("new", "old"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _settle(old, target)
+        _recover(old, target)
         _remove(partial)
         files = _files(source)
         if not check and files == _files(target):
@@ -175,7 +176,7 @@ def _copy(source: Path, target: Path, check: Callable[[Path], None] | None = Non
         return f"{error.strerror or error}. {_REMEDY}"
     finally:
         _remove(partial)
-        _settle(old, target)
+        _recover(old, target)
     return None
 
 
@@ -201,6 +202,8 @@ def keep_outputs(run_path: Path, folder: Path) -> tuple[Path, list[str]]:
     run = RunDir(run_path)
     kept = Path(folder) / "runs" / run.name
     try:
+        if any(run.path.is_relative_to(place) for place in (KAGGLE_OUTPUTS, COLAB_DRIVE)):
+            return run.path, []  # it outlives the session where it is
         if not (run.path / "config.json").exists():
             return kept, [f"{run.path} is no run directory: it has no config.json."]
         kept = _place(run, Path(folder))
@@ -223,7 +226,13 @@ def _keep_newest(run: RunDir, kept: Path) -> list[str]:
         target = kept / "checkpoints" / checkpoint.name
         try:
             # of a damaged one the copy would be damaged as well, and the good one from before deleted for it
-            if _commit(target) != read_commit(checkpoint) and (reason := _copy(checkpoint, target, verify_checkpoint)):
+            if _commit(target) != read_commit(checkpoint):
+                reason = _copy(checkpoint, target, verify_checkpoint)
+                if reason and _forget_ancestors(run, kept):
+                    reason = _copy(checkpoint, target, verify_checkpoint)
+            else:
+                reason = None
+            if reason:
                 return [*remarks, _not_kept(f"checkpoint {checkpoint.name}", kept, reason)]
         except CheckpointError as error:
             remarks.append(f"checkpoint {checkpoint.name} is damaged ({error}), so an older one is kept.")
@@ -233,6 +242,18 @@ def _keep_newest(run: RunDir, kept: Path) -> list[str]:
                 discard(older)
         break
     return remarks
+
+
+def _forget_ancestors(run: RunDir, kept: Path) -> bool:
+    "Delete the kept checkpoints of the runs that `run` went on from: the disk has no room for old and new. Whether there were any."
+    found, origin = False, run.status().get("resumed_from")
+    while origin:
+        ancestor = Path(origin).parents[1]
+        for checkpoint in RunDir(kept.parent / ancestor.name).checkpoints():
+            discard(checkpoint)
+            found = True
+        origin = RunDir(ancestor).status().get("resumed_from")
+    return found
 
 
 def _commit(checkpoint: Path) -> dict[str, Any] | None:

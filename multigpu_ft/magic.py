@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['TorchrunMagics']
 
-# %% ../nbs/10b_magic.ipynb #6d97e913
+# %% ../nbs/10b_magic.ipynb #d015d6b2
 import ast
 import linecache
 import os
+import sys
 from typing import Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
@@ -17,7 +18,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from .calls import call
 from .config import ConfigError
 
-# %% ../nbs/10b_magic.ipynb #da034d09
+# %% ../nbs/10b_magic.ipynb #3afcefef
 _CELL = "<%%torchrun>"
 
 
@@ -25,7 +26,8 @@ def _run_cell(code: str, pushed: dict[str, Any], pulled: list[str]) -> dict[str,
     "On a rank: run `code`, and return its variables `pulled`."
     linecache.cache[_CELL] = (len(code), None, code.splitlines(keepends=True), _CELL)
     places = {name: int(os.environ[name.upper()]) for name in ("rank", "local_rank", "world_size")}
-    namespace = {"__name__": "__main__", **places, **pushed}
+    namespace = vars(sys.modules["__main__"]) if __name__ != "__main__" else {}  # so that classes of the cell can be pickled
+    namespace.update({"__name__": "__main__", **places, **pushed})
     tree = ast.parse(code, _CELL)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, _CELL, "exec"), namespace)

@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['age', 'progress_line', 'LiveLine', 'say', 'has_viewer', 'react_to_widgets', 'Place', 'summary_html', 'Panel']
 
-# %% ../nbs/09c_panel.ipynb #41732db5
+# %% ../nbs/09c_panel.ipynb #a7feeef0
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from .config import LIVE_STATES, RunDir
+from .config import LIVE_STATES
 from .failures import tail
 from .figures import Curve, curve_svg, notebook_shell
 from .lineage import size
@@ -163,7 +163,7 @@ class Place:
 
         self._handles[1].update({"image/png": base64.b64encode(png).decode(), "text/plain": "loss picture"}, raw=True)
 
-# %% ../nbs/09c_panel.ipynb #f50ee72c
+# %% ../nbs/09c_panel.ipynb #f9124768
 _STATE_COLORS = {"starting": "#546e7a", "running": "#1565c0", "stopping": "#b45309", "stopped": "#b45309", "done": "#2e7d32", "failed": "#c62828"}
 _PRE = 'style="max-height:22em;overflow:auto;white-space:pre-wrap;font-size:12px;line-height:1.35;margin:4px 0"'
 
@@ -183,7 +183,7 @@ def _steps_done(status: dict[str, Any], curve: Curve) -> int:
     return status.get("slice_step", 0) + max(0, curve.last.get("step", 0) - status.get("step", curve.last.get("step", 0)))
 
 
-def _progress(run_dir: RunDir, status: dict[str, Any], curve: Curve) -> str:
+def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> str:
     "The bar, and under it step, epoch, time left, and what is left of the session."
     total, done = status.get("total_steps"), _steps_done(status, curve)
     if not total:
@@ -193,8 +193,11 @@ def _progress(run_dir: RunDir, status: dict[str, Any], curve: Curve) -> str:
     if status["state"] == "running" and len(curve.recent) > 1 and curve.recent[-1][0] > curve.recent[0][0]:
         (s0, t0), (s1, t1) = curve.recent[0], curve.recent[-1]
         words.append(f"{_duration((total - done) * (t1 - t0) / (s1 - s0))} left")
-    if (hours := run_dir.config().max_hours) and status.get("launched") and status["state"] in LIVE_STATES:
-        words.append(f"{_duration(max(0.0, status['launched'] + hours * 3600 - time.time()))} of the {hours:g} h budget left")
+    ends = [status["session_end"]] if status.get("session_end") else []
+    if max_hours and status.get("launched"):
+        ends.append(status["launched"] + max_hours * 3600)
+    if ends and status["state"] in LIVE_STATES:
+        words.append(f"{_duration(max(0.0, min(ends) - time.time()))} of the {'session' if min(ends) == status.get('session_end') else 'budget'} left")
     return (
         f'<div role="progressbar" aria-label="progress" aria-valuemin="0" aria-valuemax="{total}" aria-valuenow="{done}" '
         f'style="height:10px;border-radius:5px;background:rgba(128,128,128,0.3);max-width:760px">'
@@ -202,9 +205,9 @@ def _progress(run_dir: RunDir, status: dict[str, Any], curve: Curve) -> str:
     )
 
 
-def _facts(run_dir: RunDir, status: dict[str, Any], curve: Curve) -> list[tuple[str, str]]:
+def _facts(task: str, status: dict[str, Any], curve: Curve) -> list[tuple[str, str]]:
     "What the newest logged step says, a name and a value each."
-    last, unit = curve.last, "text" if run_dir.config().task == "classification" else "token"
+    last, unit = curve.last, "text" if task == "classification" else "token"
     if not last:
         return []
     memory = last.get("peak_memory_gib") or []
@@ -245,7 +248,7 @@ def summary_html(run: Any) -> str:
     rows = [
         ("steps", f"{_steps_done(status, curve):,} of {status['total_steps']:,} of the slice" if status.get("total_steps") else "none"),
         ("loss", "" if before is None else f"{before:.4f} at the start, {_end_of_loss(after, curve)}"),
-        *[row for row in _facts(run_dir, status, curve) if row[0] not in ("loss", "learning rate")],
+        *[row for row in _facts(run.config.task, status, curve) if row[0] not in ("loss", "learning rate")],
         ("took", _duration(seconds)),
         ("checkpoint", f"{checkpoints[-1].name} ({_bytes(size(checkpoints[-1]))})" if checkpoints else ""),
         *[(name.replace("_", " "), f"<code>{escape(str(value))}</code>") for name, value in results if value],
@@ -256,7 +259,7 @@ def summary_html(run: Any) -> str:
     failure = _failure_html(run.failure) if state == "failed" else ""
     return _headline(run.name, state, "") + failure + _table(rows)
 
-# %% ../nbs/09c_panel.ipynb #034fa464
+# %% ../nbs/09c_panel.ipynb #a2d557fb
 _REDRAW_EVERY_S = 0.5
 _SURE_S = 4.0
 
@@ -293,7 +296,8 @@ class Panel:
         with self._lock:
             if self._root is not None and (now or time.monotonic() >= self._next):
                 self._next = time.monotonic() + _REDRAW_EVERY_S
-                _for_no_request(self._draw)
+                with suppress(OSError):  # a checkpoint may be deleted while it is looked at
+                    _for_no_request(self._draw)
 
     def say(self, text: str) -> None:
         "A remark: it is among what status.json holds, and drawn from there."
@@ -308,8 +312,8 @@ class Panel:
         self._set(self._head, _headline(run.name, state, note))
         if self._curve.read() or not self._drawing.value:
             self._set(self._drawing, curve_svg(self._curve))
-        self._set(self._bar, _progress(run.dir, status, self._curve))
-        facts = [f'<b style="font-weight:600">{name}</b> {value}' for name, value in _facts(run.dir, status, self._curve) if value]
+        self._set(self._bar, _progress(status, self._curve, run.config.max_hours))
+        facts = [f'<b style="font-weight:600">{name}</b> {value}' for name, value in _facts(run.config.task, status, self._curve) if value]
         self._set(self._table, f'<div style="line-height:1.5">{" &ensp;·&ensp; ".join(facts)}</div>' if facts else "")
         self._set(self._remarks, "".join(f"<div>{escape(r)}</div>" for r in status.get("remarks", [])))
         if self._folded.selected_index == 0:

@@ -18,7 +18,6 @@ from .data import count_rows
 from .failures import RunFailed, tail
 from .figures import figures_as_png, loss_figure, save_png
 from .launcher import Run, changed_settings, recipe
-from .machine import settle
 from .panel import LiveLine, progress_line
 from .lineage import difference, find_checkpoints, fingerprint
 
@@ -49,7 +48,6 @@ class Slices:
 
         Raises `DataError` if the bounds are outside the data, or if the end is needed but unknown (a dataset of the Hub).
         """
-        cfg = settle(cfg)
         num_rows = count_rows(cfg)
         if num_rows is None and cfg.end_idx is None:
             raise DataError(f"dataset {cfg.dataset!r} is on the Hub, so how many rows it has is not known here; name the end of the series with end_idx.")

@@ -52,7 +52,7 @@ from .exports import export_model, hub_token, push_export, take_foreign
 from .lineage import find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
 from .loading import share_quantization, wait_for_rank_0
 from .losses import ClassifierLoss, LossModel, choose_packing, self_check
-from .machine import use_secrets
+from .machine import outputs_folder, use_secrets
 from multigpu_ft.models import (
     checkpoint_activations, checkpoint_every, choose_quantization, frozen_bytes, load_model, load_shell, load_tokenizer, order_labels, transformer_blocks,
 )
@@ -147,7 +147,8 @@ class Training:
         self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, stored)
         self.earlier_steps = self.progress.optimizer_step - self.progress.slice_step if self.progress.optimizer_step else 0
         self.total_steps = self._count_steps()
-        self.pace = Pace(self.cfg, run_dir.status().get("launched", time.time()), checkpoint_bytes(self.cfg, self.strategy))
+        began, save_bytes = run_dir.status(), checkpoint_bytes(self.cfg, self.strategy)
+        self.pace = Pace(self.cfg, began.get("launched", time.time()), save_bytes, began.get("session_end"), copied=bool(outputs_folder()))
         self.saving_step = self.progress.step  # the step of the newest save
         self.save_error: Exception | None = None
         self.first_step: Step | None = None

@@ -72,7 +72,7 @@ def _reads_as_other(text: str) -> bool:
     except ValueError:
         return False
 
-# %% ../nbs/11_widgets.ipynb #f0639b32
+# %% ../nbs/11_widgets.ipynb #d2a35a5f
 _NEAR = 64  # so many whole numbers can be told apart on a slider
 
 
@@ -92,20 +92,26 @@ def _make_input(name: str, info: FieldInfo, layout: w.Layout) -> w.ValueWidget:
     kinds = [kind for kind in _kinds(info) if kind is not NoneType]
     choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
     common = {"description": name, "style": {"description_width": "var(--multigpu-label)"}, "layout": layout}
-    optional, bounds = NoneType in _kinds(info), _bounds(info)
-    low, high = bounds.get("ge"), bounds.get("le")
+    optional = NoneType in _kinds(info)
     if choices and all(get_origin(kind) is Literal for kind in kinds):
         return w.Dropdown(options=[*([("(empty)", None)] if optional else []), *((str(choice), choice) for choice in choices)], **common)
     if choices:
         return w.Combobox(options=[str(choice) for choice in choices], continuous_update=True, placeholder=_empty_means(info), **common)
     if kinds == [bool] and not optional:
         return w.Checkbox(indent=False, **common)
-    if not optional and low is not None and high is not None:
-        if kinds == [int] and high - low < _NEAR:
-            return w.IntSlider(min=low, max=high, **common)
-        if kinds == [float] and low >= 0 and high <= 1:
-            return w.FloatSlider(min=low, max=high, step=0.01, readout_format=".4", **common)
     return w.Text(continuous_update=True, placeholder=_empty_means(info), **common)
+
+
+def _make_slider(info: FieldInfo) -> w.IntSlider | w.FloatSlider | None:
+    bounds = _bounds(info)
+    if {"ge", "le"} <= bounds.keys():
+        low, high = bounds["ge"], bounds["le"]
+        common = {"min": low, "max": high, "readout": False, "layout": w.Layout(width="auto", flex="1", min_width="0")}
+        if info.annotation is int and high - low < _NEAR:
+            return w.IntSlider(**common)
+        if info.annotation is float and low >= 0 and high <= 1:
+            return w.FloatSlider(step=0.01, **common)
+    return None
 
 
 def _empty_means(info: FieldInfo) -> str:
@@ -121,15 +127,21 @@ def _words(value: Any) -> str:
     short = f"{value:g}" if isinstance(value, float) else ""
     return "" if value is None else short if short and float(short) == value else str(value)
 
-# %% ../nbs/11_widgets.ipynb #8ef07ac8
+# %% ../nbs/11_widgets.ipynb #081f6e21
 class _Field:
-    "A setting in the form: `input`, and `note` beside it."
+    "A setting in the form: `input`, perhaps with a `slider`, and `note` beside it."
 
     def __init__(self, name: str, info: FieldInfo, layout: w.Layout) -> None:
         self.name, self.group = name, info.json_schema_extra["group"]
-        self.input, self.note = _make_input(name, info, layout), w.HTML(layout=layout)
+        self.input, self.slider, self.note = _make_input(name, info, layout), _make_slider(info), w.HTML(layout=layout)
         self._optional, self._typed = NoneType in _kinds(info), isinstance(self.input, w.Text)
         self._help = escape(" · ".join(filter(None, [info.description, _limits(info)])))
+        self.parts = [self.input, self.note]
+        if self.slider:
+            self.parts[0] = w.HBox([self.input, self.slider], layout=layout)
+            self.parts[0].add_class("multigpu-slid")
+            self.input.observe(lambda _: self._move(), "value")
+            self.slider.observe(self._on_slide, "value")
 
     def read(self) -> dict[str, Any]:
         "Its value as an argument of `RunConfig`; none if it is left to the default."
@@ -147,6 +159,21 @@ class _Field:
         self._mark("multigpu-wrong", bool(error))
         self._mark("multigpu-changed", bool(was))
 
+    def _number(self) -> float | None:
+        try:
+            return (int if isinstance(self.slider, w.IntSlider) else float)(self.input.value)
+        except ValueError:
+            return None
+
+    def _move(self) -> None:
+        number = self._number()
+        if number is not None and self.slider.min <= number <= self.slider.max:
+            self.slider.value = number
+
+    def _on_slide(self, change: Any) -> None:
+        if self._number() != change["new"]:  # it was not the text that moved it
+            self.input.value = _words(change["new"])
+
     def _mark(self, name: str, on: bool) -> None:
         if on != (name in self.input._dom_classes):
             (self.input.add_class if on else self.input.remove_class)(name)
@@ -161,7 +188,7 @@ def _set(widget: w.Widget, value: str, trait: str = "value") -> None:
     if getattr(widget, trait) != value:
         setattr(widget, trait, value)
 
-# %% ../nbs/11_widgets.ipynb #3aca727a
+# %% ../nbs/11_widgets.ipynb #24afc947
 def _check(values: dict[str, Any]) -> tuple[RunConfig | None, dict[str, str]]:
     "The configuration, or what is wrong with each field; under `''`, what is wrong with several together."
     try:
@@ -175,6 +202,14 @@ def _check(values: dict[str, Any]) -> tuple[RunConfig | None, dict[str, str]]:
         why = each["msg"][0].lower() + each["msg"][1:] if name else str(each["ctx"]["error"])
         errors[name] = f"{errors[name]}, or: {why}" if name in errors else why
     return None, errors
+
+
+def _beside(errors: dict[str, str]) -> dict[str, str]:
+    "What is said beside which field. What is wrong with several together names them as `name=value`; only one, and the words belong beside it."
+    together = errors.get("", "")
+    named = [name for name in RunConfig.model_fields if re.search(rf"\b{name}=", together)]
+    words = together if len(named) == 1 else "does not go together with another field, see below"
+    return {**dict.fromkeys(named, words), **errors}
 
 # %% ../nbs/11_widgets.ipynb #af242220
 class _Heard(io.StringIO):
@@ -194,7 +229,7 @@ def _launch(cfg: RunConfig, place: Place | None) -> tuple[Run, str]:
         run = launch(cfg, wait=False, panel=place)
     return run, heard.getvalue().strip()
 
-# %% ../nbs/11_widgets.ipynb #fae5884c
+# %% ../nbs/11_widgets.ipynb #7d9ea756
 _STYLE = """<style>
 .multigpu-form { --multigpu-label: 14.6em; --multigpu-red: var(--jp-error-color1, #d32f2f); max-width: 78em; }
 .multigpu-form { --jp-widgets-dropdown-arrow: url("data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='-4 0 26 18'%3E\
@@ -205,6 +240,7 @@ _STYLE = """<style>
 .multigpu-form .widget-label, .multigpu-form .widget-label-basic span { text-align: left; color: inherit; }
 .multigpu-form .widget-label-basic { display: flex; flex-direction: row-reverse; justify-content: flex-end; align-items: center; }
 .multigpu-form .widget-label-basic span { width: var(--multigpu-label); flex: none; margin-right: 8px; }
+.multigpu-form .multigpu-slid > .widget-text { flex: 0 0 auto; width: calc(var(--multigpu-label) + 7em) !important; }
 .multigpu-form .widget-html-content { line-height: 1.35; padding-top: 5px; color: inherit; }
 .multigpu-form .multigpu-help { opacity: 0.8; }
 .multigpu-form .multigpu-bad { color: var(--multigpu-red); font-weight: 600; }
@@ -215,7 +251,7 @@ _STYLE = """<style>
 </style>"""
 _ESTIMATE_AFTER_S = 0.6  # without a keystroke
 
-# %% ../nbs/11_widgets.ipynb #b58228f0
+# %% ../nbs/11_widgets.ipynb #e287fd4f
 class Form:
     "What `form` returns. Shown in a cell it is the form; `config`, `call`, `command` and `run` are what came of it."
 
@@ -251,7 +287,7 @@ class Form:
         return {field.name: field.input for field in self._fields}
 
     def __repr__(self) -> str:
-        return f"{self.call}\n{self.command}" if self._config else f"to be put right first: {self._errors}"
+        return f"{self.call}\n{self.command}" if self._config else "\n".join(["to be put right first:", *self._complaints()])
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -272,7 +308,7 @@ class Form:
         self._groups = list(dict.fromkeys(field.group for field in self._fields))
         pages = []
         for group in self._groups:
-            pages.append(w.Box([part for field in self._fields if field.group == group for part in (field.input, field.note)], layout=wide))
+            pages.append(w.Box([part for field in self._fields if field.group == group for part in field.parts], layout=wide))
             pages[-1].add_class("multigpu-fields")
         self._tabs = w.Tab(pages, titles=self._groups)
         self._picker = w.Dropdown(
@@ -327,10 +363,10 @@ class Form:
             else:
                 others = [field for field in self._fields if field.name not in _FOLLOWING]
                 changed = {field.name for field in others if field.input.value != field.shown(getattr(start, field.name))}
-            together = self._errors.get("", "")
+            beside = _beside(self._errors)
             marks = {group: [0, False] for group in self._groups}
             for field in self._fields:
-                error = self._errors.get(field.name) or ("does not go together with another field, see below" if f"{field.name}=" in together else "")
+                error = beside.get(field.name, "")
                 field.tell(error, f"{origin}: {_words(getattr(start, field.name)) or 'empty'}" if field.name in changed else "")
                 marks[field.group][0] += field.name in changed
                 marks[field.group][1] |= bool(error)
@@ -344,10 +380,13 @@ class Form:
                 self._estimate_later(self._config)
             self._draw()
 
+    def _complaints(self) -> list[str]:
+        return [f"✗ {name}: {why}" if name else f"✗ {why}" for name, why in self._errors.items()]
+
     def _draw(self) -> None:
         "What can be done now: Run and code, or what is wrong first, or which run goes on."
         with self._lock:
-            wrong = "".join(f"<div>✗ {escape(f'{name}: {why}' if name else why)}</div>" for name, why in self._errors.items())
+            wrong = "".join(f"<div>{escape(line)}</div>" for line in self._complaints())
             busy = f"<b>{escape(self._busy)}</b> " if self._busy else ""
             _set(self._message, f'{busy}{self._remark}<div class="multigpu-bad" role="alert">{wrong}</div>')
             _set(self._run_button, bool(self._busy) or not self._config, "disabled")
@@ -373,7 +412,9 @@ class Form:
     def _watch(self, run: Run) -> None:
         while run.state in LIVE_STATES:
             time.sleep(0.3)
-        self._busy, self._remark = "", f"<div>{escape(run.name)}: {run.state}</div>"
+        failure = run._settle()  # until its panel has its last word: the next run's comes to the same place
+        why = f": {str(failure).partition(chr(10))[0]}" if failure else ""
+        self._busy, self._remark = "", f"<div>{escape(f'{run.name}: {run.state}{why}')}</div>"
         self._draw()
 
     def _estimate_later(self, cfg: RunConfig) -> None:

@@ -1,5 +1,6 @@
 """Functions and cells on every rank."""
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -152,7 +153,7 @@ def test_directories_of_dead_kernels_are_swept(tmp_path, monkeypatch):
     gone.wait()
     for name, pid in (("multigpu_ft-call-dead", gone.pid), ("multigpu_ft-call-alive", os.getpid())):
         (tmp_path / name).mkdir()
-        RunDir(tmp_path / name).update_status(state="starting", pids={"launcher": pid})
+        RunDir(tmp_path / name).update_status(state="starting", pids={"launcher": pid}, host=socket.gethostname())
     assert launch(lambda: 1, nproc=1) == 1 and [p.name for p in tmp_path.iterdir()] == ["multigpu_ft-call-alive"]
 
 
