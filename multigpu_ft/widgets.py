@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['Form', 'form']
 
-# %% ../nbs/11_widgets.ipynb #75fc0f22
+# %% ../nbs/11_widgets.ipynb #7860f1a8
 import io
 import re
 import shlex
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from html import escape
@@ -23,7 +22,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 import multigpu_ft
-from .config import LIVE_STATES, PRESET_NEEDS, PRESETS, ConfigError, RunConfig
+from .config import PRESET_NEEDS, PRESETS, ConfigError, RunConfig
 from .launcher import Run, launch, recipe
 from .panel import Place, has_viewer
 
@@ -127,7 +126,7 @@ def _words(value: Any) -> str:
     short = f"{value:g}" if isinstance(value, float) else ""
     return "" if value is None else short if short and float(short) == value else str(value)
 
-# %% ../nbs/11_widgets.ipynb #081f6e21
+# %% ../nbs/11_widgets.ipynb #876d1bf6
 class _Field:
     "A setting in the form: `input`, perhaps with a `slider`, and `note` beside it."
 
@@ -171,8 +170,9 @@ class _Field:
             self.slider.value = number
 
     def _on_slide(self, change: Any) -> None:
-        if self._number() != change["new"]:  # it was not the text that moved it
-            self.input.value = _words(change["new"])
+        number = self._number()
+        if number is None or abs(number - change["new"]) >= self.slider.step / 2:  # else it echoes the text, rounded to its steps by the browser
+            self.input.value = _words(round(change["new"], 4))
 
     def _mark(self, name: str, on: bool) -> None:
         if on != (name in self.input._dom_classes):
@@ -229,14 +229,18 @@ def _launch(cfg: RunConfig, place: Place | None) -> tuple[Run, str]:
         run = launch(cfg, wait=False, panel=place)
     return run, heard.getvalue().strip()
 
-# %% ../nbs/11_widgets.ipynb #7d9ea756
+# %% ../nbs/11_widgets.ipynb #910614a7
 _STYLE = """<style>
 .multigpu-form { --multigpu-label: 14.6em; --multigpu-red: var(--jp-error-color1, #d32f2f); max-width: 78em; }
 .multigpu-form { --jp-widgets-dropdown-arrow: url("data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='-4 0 26 18'%3E\
 %3Cpath d='M5 7l4 4 4-4' fill='none' stroke='%23888' stroke-width='2'/%3E%3C/svg%3E"); }
 .multigpu-fields { display: grid; grid-template-columns: minmax(20em, 34em) minmax(14em, 1fr); gap: 2px 1.2em; align-items: start; overflow: hidden; }
 .multigpu-form > .multigpu-fields { padding: 0 17px; }
-@media (max-width: 50em) { .multigpu-fields { grid-template-columns: 1fr; } }
+@media (max-width: 50em) {
+  .multigpu-fields { grid-template-columns: 1fr; }
+  .multigpu-form .lm-TabBar-content { flex-wrap: wrap; }
+  .multigpu-form .lm-TabBar-tab { min-width: max-content !important; }
+}
 .multigpu-form .widget-label, .multigpu-form .widget-label-basic span { text-align: left; color: inherit; }
 .multigpu-form .widget-label-basic { display: flex; flex-direction: row-reverse; justify-content: flex-end; align-items: center; }
 .multigpu-form .widget-label-basic span { width: var(--multigpu-label); flex: none; margin-right: 8px; }
@@ -251,7 +255,7 @@ _STYLE = """<style>
 </style>"""
 _ESTIMATE_AFTER_S = 0.6  # without a keystroke
 
-# %% ../nbs/11_widgets.ipynb #e287fd4f
+# %% ../nbs/11_widgets.ipynb #5ad152d8
 class Form:
     "What `form` returns. Shown in a cell it is the form; `config`, `call`, `command` and `run` are what came of it."
 
@@ -410,10 +414,12 @@ class Form:
         self._draw()
 
     def _watch(self, run: Run) -> None:
-        while run.state in LIVE_STATES:
-            time.sleep(0.3)
-        failure = run._settle()  # until its panel has its last word: the next run's comes to the same place
-        why = f": {str(failure).partition(chr(10))[0]}" if failure else ""
+        "Until its panel has had its last word, as the next run's comes to the same place."
+        why = ""
+        try:
+            run.wait(panel=self._place or False)
+        except Exception as error:
+            why = f": {str(error).splitlines()[0]}"
         self._busy, self._remark = "", f"<div>{escape(f'{run.name}: {run.state}{why}')}</div>"
         self._draw()
 
