@@ -95,19 +95,23 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20_000)
     options = parser.parse_args()
-    found = {"journeys": []}
+    path = RESULTS / "notebook.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if options.rounds:
+        found["journeys"] = []
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             found["journeys"].append(journey(Path(folder)))
             print(found["journeys"][-1], flush=True)
-    for name in found["journeys"][0] if found["journeys"] else ():
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    for name in found["journeys"][0] if options.rounds else ():
         seconds = sorted(j[name] for j in found["journeys"])
         print(f"| {name} | {statistics.median(seconds):.1f} s ({seconds[0]:.1f}-{seconds[-1]:.1f}) |")
     if options.steps:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             found["long_run"] = long_run(Path(folder), options.steps)
         print(found["long_run"])
-    (RESULTS / "notebook.json").write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def _end(server):
 
 def _settings(own, theme):
     config = own / "config" / "labconfig"
-    config.mkdir(parents=True)
+    config.mkdir(parents=True, exist_ok=True)
     (config / "default_setting_overrides.json").write_text(json.dumps({
         "@jupyterlab/apputils-extension:themes": {"theme": f"JupyterLab {theme.title()}"},
         "@jupyterlab/apputils-extension:notification": {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True},
