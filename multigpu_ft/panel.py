@@ -145,7 +145,7 @@ def _for_no_request(function: Callable[[], None]) -> None:
         context.run(parent.set, {})
     context.run(function)
 
-# %% ../nbs/09c_panel.ipynb #34608aae
+# %% ../nbs/09c_panel.ipynb #8e6402fe
 class Place:
     "Two outputs of the cell that makes it, for a panel and for a picture; empty until they are filled, from anywhere."
 
@@ -155,8 +155,9 @@ class Place:
         self._handles = [display({"text/plain": ""}, raw=True, display_id=True) for _ in range(2)]
 
     def put(self, data: dict[str, Any]) -> None:
-        "Show `data`, a mime bundle."
+        "Show `data`, a mime bundle, and no picture yet."
         self._handles[0].update(data, raw=True)
+        self._handles[1].update({"text/plain": ""}, raw=True)
 
     def put_picture(self, png: bytes) -> None:
         import base64
