@@ -136,12 +136,17 @@ class Run:
         error if it failed, `TimeoutError` if it has not ended after `timeout` seconds (it goes on).
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        followed, view = self._view, LiveLine()
         try:
-            self._view = self._view or self._make_view(panel)
+            view = self._view = self._view or self._make_view(panel)
             with react_to_widgets() as react:
                 while self._alive():
-                    self._show_progress(self._view)
+                    self._show_progress(view)
                     if deadline and time.monotonic() > deadline:
+                        if not followed:  # nobody would go on with it
+                            self._view = None
+                            if isinstance(view, Panel):
+                                view.end(self._line, None)
                         raise TimeoutError(f"{self.name} is still {self.state} after {timeout:g} s; it goes on.")
                     react()
                     time.sleep(0.1)
@@ -151,10 +156,9 @@ class Run:
             except KeyboardInterrupt:  # the second one
                 self._end()
                 raise
-        view, failure = self._view, self._end()
-        if failure:
+        if failure := self._end():
             raise failure from None
-        if view and (message := self.status.get("message")):
+        if message := self.status.get("message"):
             view.say(f"{self.name}: {message}")
         return self
 
