@@ -60,7 +60,8 @@ class Run:
         self._agent = _agent
         self._said: set[str] = set()  # remarks that the user has read
         self._view: LiveLine | Panel | None = None  # what shows it at the moment
-        self._ending = threading.RLock()
+        self._ending, self._ended = threading.RLock(), False
+        self._follower: threading.Thread | None = None
 
     @classmethod
     def attach(cls, path: str | Path, panel: bool | None = None) -> "Run":
@@ -125,8 +126,10 @@ class Run:
             self._view.end(self._line, None)
         self._view = self._make_view(panel)
         if self._alive():
-            threading.Thread(target=self._follow, args=(self._view,), name=f"follow-{self.name}", daemon=True).start()
+            self._follower = threading.Thread(target=self._follow, args=(self._view,), name=f"follow-{self.name}", daemon=True)
+            self._follower.start()
         else:
+            self._ended = False  # shown once more
             self._end()
 
     def wait(self, timeout: float | None = None, panel: bool | Place | None = None) -> "Run":
@@ -137,6 +140,7 @@ class Run:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         followed, view = self._view, LiveLine()
+        self._ended = self._ended and followed is not None  # one that has ended is shown once more
         try:
             view = self._view = self._view or self._make_view(panel)
             with react_to_widgets() as react:
@@ -156,7 +160,10 @@ class Run:
             except KeyboardInterrupt:  # the second one
                 self._end()
                 raise
-        if failure := self._end():
+        failure = self._end()
+        if self._follower:
+            self._follower.join(5)  # at the end of a script the interpreter would take it down in the middle of something
+        if failure:
             raise failure from None
         if message := self.status.get("message"):
             view.say(f"{self.name}: {message}")
@@ -282,6 +289,8 @@ class Run:
     def _end(self) -> Exception | None:
         "What is to be done once, by whoever sees first that the run has ended. Returns why it failed."
         with self._ending:
+            if self._ended:
+                return self.failure
             if self._agent and self._agent.returncode and self.status["state"] in LIVE_STATES:
                 text = f"the torchrun agent (pid {self._agent.pid}) {ending(self._agent.returncode)}, and its ranks with it. The end of its log:\n"
                 self.dir.update_status(state="failed", activity=None, failure={"text": text + tail(self.dir.log_file("agent"))})
@@ -290,6 +299,7 @@ class Run:
                 self._show_progress(self._view)
                 self._view.end(self._line, picture)
                 self._view = None
+            self._ended = True
             return self.failure
 
     def _save_picture(self) -> Path | None:
