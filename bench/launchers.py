@@ -466,7 +466,8 @@ def main():
                     finally:
                         trial.close()
                 print(f"{name}, {number} {SCENARIOS[number][0]}: {told(number, seen[-1:])}  ({time.time() - started:.0f} s)", flush=True)
-            options.json.write_text(json.dumps({"versions": versions, "trials": trials}, indent=1) + "\n")
+            text = json.dumps({"versions": versions, "trials": trials}, indent=1)
+            options.json.write_text(re.sub(r"(?:/[\w.@+-]+)+/([\w.@+-]+)", r".../\1", text) + "\n")  # of a path only the file: machines differ
     print(f"\n{table(trials)}")
 
 
