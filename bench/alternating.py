@@ -17,11 +17,12 @@ import torch.distributed as dist
 from bare import bare_step, wrap
 
 from multigpu_ft.batches import Order, epoch_steps
-from multigpu_ft.config import RunConfig, RunDir
+from multigpu_ft.config import RunConfig
 from multigpu_ft.data import load_texts
 from multigpu_ft.losses import LossModel
 from multigpu_ft.models import load_model, load_tokenizer
 from multigpu_ft.optimizers import make_optimizer
+from multigpu_ft.rundir import RunDir
 from multigpu_ft.strategies import join_world, make_strategy
 from multigpu_ft.tokens import tokenize_texts
 from multigpu_ft.tracking import Interval, Stopwatch, Tracker

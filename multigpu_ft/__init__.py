@@ -4,7 +4,7 @@ __version__ = "0.0.1"
 from importlib import import_module
 
 _HOMES = {
-    "RunConfig": "config", "RunDir": "config", "ConfigError": "config", "DataError": "config", "ModelError": "config",
+    "RunConfig": "config", "RunDir": "rundir", "ConfigError": "config", "DataError": "config", "ModelError": "config",
     "CheckpointError": "config", "launch": "launcher", "Run": "launcher", "runs": "launcher", "RunFailed": "failures", "run_slices": "slices",
     "Slices": "slices", "load_export": "exports", "form": "widgets", "doctor": "checkup",
 }

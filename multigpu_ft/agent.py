@@ -6,7 +6,8 @@
 __all__ = ['root_cause', 'Watchdog', 'smaller_micro_batch', 'process_count', 'main']
 
 # %% ../nbs/06a_agent.ipynb #70be143b
-from .config import STOPPED_EXIT_CODE, RunConfig, RunDir, write_json
+from .config import RunConfig
+from .rundir import STOPPED_EXIT_CODE, RunDir, write_json
 from .machine import keep_outputs, outputs_folder
 from .processes import AGENT_PID_VARIABLE, IDLE, is_running, is_stopped, read_beat, read_error, watch_parent
 

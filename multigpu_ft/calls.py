@@ -26,7 +26,8 @@ from typing import Any
 
 import psutil
 
-from .config import ConfigError, RunDir, write_json
+from .config import ConfigError
+from .rundir import RunDir, write_json
 from .failures import RunFailed, ending, failure_of, tail
 from .machine import use_secrets
 from .processes import end_with_agent, is_running, write_error

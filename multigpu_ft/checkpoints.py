@@ -25,7 +25,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from .batches import Order
-from .config import PARTIAL, CheckpointError, RunConfig, RunDir, short_name, write_json
+from .config import CheckpointError, RunConfig
+from .rundir import PARTIAL, RunDir, short_name, write_json
 from .lineage import PROGRESS_FILE, commit, damaged, digest, flush, kept_checkpoints, read_progress, retire, size, verify_checkpoint
 from .models import count_weights
 from .strategies import Single, World, local_part

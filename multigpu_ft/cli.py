@@ -15,7 +15,8 @@ from typing import Any
 import tyro
 
 from .checkup import doctor
-from .config import PRESET_NEEDS, PRESETS, STOPPED_EXIT_CODE, RunConfig, refuse_secrets
+from .config import PRESET_NEEDS, PRESETS, RunConfig, refuse_secrets
+from .rundir import STOPPED_EXIT_CODE
 from .failures import RunFailed
 from .launcher import Run, Runs, changed_settings, launch, runs
 from .slices import run_slices

@@ -297,13 +297,15 @@ def load_texts(cfg: RunConfig, label_names: list[str] | None = None) -> Texts:
 
 def evaluation_config(cfg: RunConfig) -> RunConfig | None:
     "`cfg` with the data to evaluate on in the place of the slice; `None` if there is none. Raises `DataError` for a split of data that has none."
-    if not (cfg.eval_dataset or cfg.eval_split):
+    if not cfg.evaluates:
         return None
-    if not cfg.eval_dataset and (cfg.dataset == BUILTIN_DATASET or _local_file(cfg.dataset)):
+    if cfg.eval_split and not cfg.eval_dataset and (cfg.dataset == BUILTIN_DATASET or _local_file(cfg.dataset)):
         raise DataError(f"eval_split={cfg.eval_split!r}, but {cfg.dataset} has no splits; name a file with eval_dataset, or set eval_split to none.")
-    whole = {"start_idx": 0, "end_idx": None, "slice_size": 2**31, "schedule_start_idx": 0, "schedule_end_idx": None}
+    rows = {"start_idx": cfg.eval_start_idx or 0, "end_idx": cfg.eval_end_idx, "slice_size": 2**31, "schedule_start_idx": 0, "schedule_end_idx": None}
+    none = dict.fromkeys(("eval_dataset", "eval_split", "eval_start_idx", "eval_end_idx", "eval_every", "patience"))
+    split = cfg.eval_split or ("validation" if cfg.eval_dataset else cfg.dataset_split)
     revision = cfg.dataset_revision if cfg.eval_dataset in (None, cfg.dataset) else None
-    return cfg.replace(dataset=cfg.eval_dataset or cfg.dataset, dataset_split=cfg.eval_split or "validation", dataset_revision=revision, **whole)
+    return cfg.replace(**none, keep_best=False, dataset=cfg.eval_dataset or cfg.dataset, dataset_split=split, dataset_revision=revision, **rows)
 
 # %% ../nbs/01_data.ipynb #5e5d952c
 def _conversation(messages: Any, place: str) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .adapters import changes_nothing, merged_weights, whole
 from .batches import collate
-from .config import BUILTIN_MODEL, CheckpointError, RunConfig, RunDir
+from .config import BUILTIN_MODEL, CheckpointError, RunConfig
+from .rundir import RunDir
 from .evaluating import evaluating, to_device
 from .losses import ClassifierLoss, LossModel, without_adapter
 from .models import load_model, model_class, packed_layers, to_evaluation_mode

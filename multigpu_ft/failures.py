@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from . import config
-from .config import RunDir
+from .rundir import RunDir
 
 # %% ../nbs/09a_failures.ipynb #b16d32a5
 def tail(path: Path, lines: int = 12) -> str:

@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 
 from .calls import call, start_agent
-from .config import FINAL_STATES, LIVE_STATES, CheckpointError, ConfigError, RunConfig, RunDir
+from .config import CheckpointError, ConfigError, RunConfig
+from .rundir import FINAL_STATES, LIVE_STATES, RunDir
 from .data import count_rows
 from .failures import ending, failure_of, tail
 from .figures import figures_as_png, loss_figure, save_png
@@ -226,11 +227,13 @@ class Run:
     def next_slice(self) -> str | None:
         "The papermill command that trains the slice after this one (the rest of this one, if it was stopped), or `None` at the end of the data."
         start, end = self.status.get("slice", (0, None))
-        if end is None or (end >= self.status["num_rows"] and self.state == "done"):
+        held_out = self.config.held_out
+        last = held_out[0] if held_out and start < held_out[0] else self.status["num_rows"] if end else None
+        if end is None or (end >= last and self.state == "done"):
             return None
         own = ("start_idx", "end_idx", "run_name", "resume_file", "resume_scope", "slice_size", "initial_epoch", "max_steps")
         changed = {k: v for k, v in changed_settings(self.config).items() if k not in own}
-        if end - start != RunConfig().slice_size and end < self.status["num_rows"]:
+        if end - start != RunConfig().slice_size and end < last:
             changed["slice_size"] = end - start
         first = end if self.state == "done" else start
         words = [word for k, v in {"start_idx": first, **changed}.items() for word in ("-p", k, "none" if v is None else str(v))]

@@ -17,9 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from multigpu_ft.config import (
-    COMMIT_FILE, LIVE_STATES, PARTIAL, CheckpointError, ConfigError, RunConfig, RunDir, commit_digest, read_commit, saved_at, write_json,
-)
+from .config import CheckpointError, ConfigError, RunConfig
+from .rundir import COMMIT_FILE, LIVE_STATES, PARTIAL, RunDir, commit_digest, read_commit, saved_at, write_json
 from .processes import is_running
 
 # %% ../nbs/00b_lineage.ipynb #5dccaf56

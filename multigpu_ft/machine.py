@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-from .config import PARTIAL, CheckpointError, RunConfig, RunDir, read_commit
+from .config import CheckpointError, RunConfig
+from .rundir import PARTIAL, RunDir, read_commit
 from .lineage import discard, verify_checkpoint
 
 # %% ../nbs/00c_machine.ipynb #918146d9
@@ -64,10 +65,15 @@ def quota_note() -> str | None:
     }.get(platform())
 
 # %% ../nbs/00c_machine.ipynb #da32c4d7
+_FROM_ENVIRONMENT = {"run_name": "RUN_NAME", "hf_repo": "RESULT_MODEL_ID"}
+
+
 def for_this_machine(cfg: RunConfig) -> RunConfig:
-    "`cfg`, on Kaggle and Colab with its default `run_root` on the scratch disk."
-    is_default = cfg.run_root == RunConfig.model_fields["run_root"].default
-    return cfg.replace(run_root=default_run_root()) if is_default and default_run_root() != cfg.run_root else cfg
+    "`cfg`, on Kaggle and Colab with its default `run_root` on the scratch disk. A name or Hub repository left empty is taken from RUN_NAME or RESULT_MODEL_ID."
+    changes = {field: os.environ[variable] for field, variable in _FROM_ENVIRONMENT.items() if not getattr(cfg, field) and os.environ.get(variable)}
+    if cfg.run_root == RunConfig.model_fields["run_root"].default != default_run_root():
+        changes["run_root"] = default_run_root()
+    return cfg.replace(**changes) if changes else cfg
 
 
 def session_end() -> float | None:

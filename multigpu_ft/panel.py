@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .config import LIVE_STATES
+from .rundir import LIVE_STATES
 from .failures import tail
 from .figures import Curve, curve_svg, notebook_shell
 from .lineage import size

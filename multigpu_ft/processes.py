@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from .config import write_json
+from .rundir import write_json
 
 # %% ../nbs/00a_processes.ipynb #b86ae047
 AGENT_PID_VARIABLE = "MULTIGPU_FT_AGENT_PID"

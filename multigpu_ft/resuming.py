@@ -18,7 +18,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from .checkpoints import find_damage
-from .config import CheckpointError, RunConfig, RunDir
+from .config import CheckpointError, RunConfig
+from .rundir import RunDir
 from .lineage import difference, find_checkpoints, is_foreign, read_commit
 from .strategies import World
 

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .config import LIVE_STATES, ConfigError, DataError, RunConfig, short_name
+from .config import ConfigError, DataError, RunConfig
+from .rundir import LIVE_STATES, short_name
 from .data import count_rows
 from .failures import RunFailed, tail
 from .figures import figures_as_png, loss_figure, save_png

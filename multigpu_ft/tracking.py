@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .batches import Step
-from .config import RunDir
+from .rundir import RunDir
 from .models import count_weights
 from .strategies import Single
 

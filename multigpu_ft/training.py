@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 
-from .config import RunConfig, RunDir
+from .config import RunConfig
+from .rundir import RunDir
 from .processes import IDLE, Beat, StopSignal, end_with_agent, is_running, write_error
 
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import psutil
 
 from multigpu_ft import RunConfig, RunDir, launch
-from multigpu_ft.config import PARTIAL
 from multigpu_ft.lineage import sweep
+from multigpu_ft.rundir import PARTIAL
 
 TEXTS, WORDS, MAX_LENGTH = 48, 40, 32
 FIRST_ID = 4 + WORDS  # tokens from here on name a text each

@@ -146,7 +146,7 @@ def test_a_plain_script_can_launch_a_function(tmp_path):
 
 
 def test_directories_of_dead_kernels_are_swept(tmp_path, monkeypatch):
-    from multigpu_ft.config import RunDir
+    from multigpu_ft.rundir import RunDir
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])

@@ -133,7 +133,7 @@ from multigpu_ft import RunDir
 folder, material = Path(sys.argv[1]), Path(sys.argv[2])
 import os, torch, torch.distributed as dist
 from multigpu_ft.checkpoints import CheckpointWriter, Progress, load_checkpoint
-from multigpu_ft.config import PARTIAL
+from multigpu_ft.rundir import PARTIAL
 from multigpu_ft.losses import LossModel
 from multigpu_ft.models import load_model, load_tokenizer
 from multigpu_ft.optimizers import make_optimizer

@@ -10,8 +10,9 @@ import pytest
 from test_cli import multigpu_ft
 
 from multigpu_ft import checkup, machine
-from multigpu_ft.config import PARTIAL, RunConfig, RunDir
+from multigpu_ft.config import RunConfig
 from multigpu_ft.lineage import commit, digest
+from multigpu_ft.rundir import PARTIAL, RunDir
 
 T4 = "GPU-{0}a, Tesla T4, 15360, {1}, 550.54.15, 7.5"
 

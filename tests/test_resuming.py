@@ -11,8 +11,8 @@ import pytest
 from conftest import BIN, NBS, processes, ranks, running, until
 
 from multigpu_ft import CheckpointError, Run, RunConfig, RunDir, RunFailed, Slices, launch
-from multigpu_ft.config import STOPPED_EXIT_CODE
 from multigpu_ft.lineage import read_progress, verify_checkpoint
+from multigpu_ft.rundir import STOPPED_EXIT_CODE
 
 
 def remarks(run):
