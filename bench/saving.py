@@ -28,9 +28,10 @@ def rank(strategy_name, rounds, report):
     from transformers import AutoModelForCausalLM, OPTConfig
 
     from multigpu_ft import RunConfig, RunDir
-    from multigpu_ft.checkpoints import CheckpointWriter, Progress
+    from multigpu_ft.checkpoints import CheckpointWriter
     from multigpu_ft.losses import LossModel
     from multigpu_ft.optimizers import make_optimizer
+    from multigpu_ft.progress import Progress
     from multigpu_ft.strategies import join_world, make_strategy
 
     torch.set_num_threads(1)

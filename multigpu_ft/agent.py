@@ -7,9 +7,9 @@ __all__ = ['root_cause', 'Watchdog', 'smaller_micro_batch', 'process_count', 'ma
 
 # %% ../nbs/06a_agent.ipynb #70be143b
 from .config import RunConfig
-from .rundir import STOPPED_EXIT_CODE, RunDir, write_json
 from .machine import keep_outputs, outputs_folder
 from .processes import AGENT_PID_VARIABLE, IDLE, is_running, is_stopped, read_beat, read_error, watch_parent
+from .rundir import STOPPED_EXIT_CODE, RunDir, write_json
 
 _ORPHAN_GRACE_S = 4.0
 _SAVE_GRACE_S = 300  # after a SIGTERM; a rank that has nothing to save goes at once

@@ -27,10 +27,10 @@ from typing import Any
 import psutil
 
 from .config import ConfigError
-from .rundir import RunDir, write_json
 from .failures import RunFailed, ending, failure_of, tail
 from .machine import use_secrets
 from .processes import end_with_agent, is_running, write_error
+from .rundir import RunDir, write_json
 
 # %% ../nbs/09d_calls.ipynb #f453b931
 _CALL, _RESULT = "call.pkl", "result.pkl"

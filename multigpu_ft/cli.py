@@ -16,9 +16,9 @@ import tyro
 
 from .checkup import doctor
 from .config import PRESET_NEEDS, PRESETS, RunConfig, refuse_secrets
-from .rundir import STOPPED_EXIT_CODE
 from .failures import RunFailed
 from .launcher import Run, Runs, changed_settings, launch, runs
+from .rundir import STOPPED_EXIT_CODE
 from .slices import run_slices
 
 # %% ../nbs/13_cli.ipynb #40d17701

@@ -23,10 +23,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from .adapters import changes_nothing, merged_weights, whole
 from .batches import collate
 from .config import BUILTIN_MODEL, CheckpointError, RunConfig
-from .rundir import RunDir
 from .evaluating import evaluating, to_device
 from .losses import ClassifierLoss, LossModel, without_adapter
 from .models import load_model, model_class, packed_layers, to_evaluation_mode
+from .rundir import RunDir
 from .strategies import Single, World
 from .tokens import Text
 

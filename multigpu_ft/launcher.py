@@ -23,7 +23,6 @@ import psutil
 
 from .calls import call, start_agent
 from .config import CheckpointError, ConfigError, RunConfig
-from .rundir import FINAL_STATES, LIVE_STATES, RunDir
 from .data import count_rows
 from .failures import ending, failure_of, tail
 from .figures import figures_as_png, loss_figure, save_png
@@ -31,6 +30,7 @@ from .lineage import find_checkpoints, is_foreign, ledger_remarks, read_progress
 from .machine import default_run_root, for_this_machine, session_end, use_secrets
 from .panel import LiveLine, Panel, Place, age, has_viewer, progress_line, react_to_widgets, say
 from .processes import is_running
+from .rundir import FINAL_STATES, LIVE_STATES, RunDir
 
 # %% ../nbs/10_launcher.ipynb #fa6c0408
 def recipe(name: str = "train.ipynb") -> Path:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from .config import CheckpointError, ConfigError, RunConfig
-from .rundir import COMMIT_FILE, LIVE_STATES, PARTIAL, RunDir, commit_digest, read_commit, saved_at, write_json
 from .processes import is_running
+from .rundir import COMMIT_FILE, LIVE_STATES, PARTIAL, RunDir, commit_digest, read_commit, saved_at, write_json
 
 # %% ../nbs/00b_lineage.ipynb #5dccaf56
 PROGRESS_FILE = "progress.json"

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from .config import CheckpointError, RunConfig
-from .rundir import PARTIAL, RunDir, read_commit
 from .lineage import discard, verify_checkpoint
+from .rundir import PARTIAL, RunDir, read_commit
 
 # %% ../nbs/00c_machine.ipynb #918146d9
 KAGGLE_OUTPUTS, KAGGLE_SCRATCH = Path("/kaggle/working"), Path("/kaggle/temp")

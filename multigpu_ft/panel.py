@@ -16,10 +16,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .rundir import LIVE_STATES
 from .failures import tail
 from .figures import Curve, curve_svg, notebook_shell
 from .lineage import size
+from .rundir import LIVE_STATES
 
 # %% ../nbs/09c_panel.ipynb #dbd7e68d
 def _duration(seconds: float) -> str:

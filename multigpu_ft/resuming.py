@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .checkpoints import find_damage
 from .config import CheckpointError, RunConfig
-from .rundir import RunDir
 from .lineage import difference, find_checkpoints, is_foreign, read_commit
+from .rundir import RunDir
 from .strategies import World
 
 # %% ../nbs/04a_resuming.ipynb #8c29755e

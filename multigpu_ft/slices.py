@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from .config import ConfigError, DataError, RunConfig
-from .rundir import LIVE_STATES, short_name
 from .data import count_rows
 from .failures import RunFailed, tail
 from .figures import figures_as_png, loss_figure, save_png
 from .launcher import Run, changed_settings, recipe
-from .panel import LiveLine, progress_line
 from .lineage import difference, find_checkpoints, fingerprint
+from .panel import LiveLine, progress_line
+from .rundir import LIVE_STATES, short_name
 
 # %% ../nbs/10a_slices.ipynb #78cf5fe7
 def merged_metrics(runs: list[Run]) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from .batches import Step
-from .rundir import RunDir
 from .models import count_weights
+from .rundir import RunDir
 from .strategies import Single
 
 # %% ../nbs/05_tracking.ipynb #fc898857

@@ -12,8 +12,8 @@ import signal
 import sys
 
 from .config import RunConfig
-from .rundir import RunDir
 from .processes import IDLE, Beat, StopSignal, end_with_agent, is_running, write_error
+from .rundir import RunDir
 
 
 def _hopeless(run_dir: RunDir) -> bool:
@@ -44,23 +44,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .adapters import add_adapter, count_parameters
 from .batches import Epoch, Order, Step, epoch_steps
-from .checkpoints import CheckpointWriter, Progress, Save, checkpoint_bytes, load_checkpoint, next_progress, room_for
+from .checkpoints import CheckpointWriter, Save, checkpoint_bytes, load_checkpoint, room_for
 from .data import Texts, evaluation_config, find_label_names, load_texts
 from .evaluating import evaluate_texts, evaluating, step_loss, to_device
-from .exports import export_model, hub_token, push_export, take_foreign
+from .exports import export_model, hub_token, push_export
 from .lineage import find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
-from .loading import share_quantization, wait_for_rank_0
-from .losses import ClassifierLoss, LossModel, choose_packing, self_check
+from .losses import choose_packing, self_check
 from .machine import outputs_folder, use_secrets
-from multigpu_ft.models import (
-    checkpoint_activations, checkpoint_every, choose_quantization, frozen_bytes, load_model, load_shell, load_tokenizer, order_labels, transformer_blocks,
-)
-from .optimizers import learning_rate, make_optimizer
+from .models import load_tokenizer, order_labels
+from .optimizers import learning_rate
 from .pace import Pace
+from .preparing import prepare_model
+from .progress import Progress, next_progress
 from .resuming import choose_checkpoint, seed_everything, tokenizer_digest
-from .strategies import Single, World, compute_dtype, join_world, make_strategy
+from .strategies import Single, World, join_world
 from .tokens import TokenizedTexts, tokenize
 from .tracking import Interval, Stopwatch, Tracker, flops_per_token
 
@@ -125,16 +123,20 @@ class Training:
         again = bool(checkpoint) and checkpoint.is_relative_to(run_dir.path)  # started again: it goes on where it was, whatever it began with
         if again and self.cfg.resume_scope == "weights":
             self.cfg = self.cfg.replace(resume_scope="all")
-        about = self._prepare_model(checkpoint)
+        prepared = prepare_model(self.cfg, self.world, self.tokenizer, self.label_names, checkpoint, self.tracker.remark)
+        self.strategy, self.quantization, about = prepared.strategy, prepared.quantization, prepared.about
+        self.watch = Stopwatch(self.world.device, self.beat)
+        if self.world.size > 1:
+            self.strategy.unwrap_model().get_input_embeddings().register_forward_hook(self._await_last_gradient)
         saved = self._resume(checkpoint)
         packing, about["packing_reason"] = self._choose_packing(saved)
         order = Order.of(self.cfg, packing, len(self.texts), self.world.size, self.texts.digest)
-        self.progress = Progress(self.slice.start_idx, self.slice.end_idx, self.cfg.initial_epoch, order=asdict(order), earlier=self._foreign_ledger)
+        self.progress = Progress(self.slice.start_idx, self.slice.end_idx, self.cfg.initial_epoch, order=asdict(order), earlier=prepared.trained)
         if saved:
             self.progress = next_progress(saved, self.cfg, self.slice.end_idx, order)
         self.order = Order(**self.progress.order)
         self.tracker.rewind(self.progress.step)
-        for remark in [*remarks, *ledger_remarks(saved.trained() if saved else self._foreign_ledger, self.slice.start_idx, self.slice.end_idx)]:
+        for remark in [*remarks, *ledger_remarks(saved.trained() if saved else prepared.trained, self.slice.start_idx, self.slice.end_idx)]:
             self.tracker.remark(remark)
         if self.order.rows_a_step != order.rows_a_step:
             self.tracker.remark(
@@ -172,48 +174,6 @@ class Training:
             for path in self.run_dir.path.glob("errors/*.json"):
                 path.unlink()
             self.run_dir.update_status(state="starting", launched=time.time(), message=None, failure=None, activity=None)
-
-    def _prepare_model(self, checkpoint: Path | None) -> dict[str, Any]:
-        "Load the model and put it under its strategy. Returns what was decided on the way, for status.json."
-        cfg, world = self.cfg, self.world
-        self.quantization, quantization_reason = choose_quantization(cfg, world.size, world.device)
-        dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, world.device)
-        shell = load_shell(cfg, self.tokenizer, self.label_names)
-        trainable, total = count_parameters(shell if cfg.tuning == "full" else add_adapter(cfg, shell))
-        self.strategy, why = make_strategy(cfg, world, trainable, frozen_bytes(shell, dtype, self.quantization), self.quantization)
-        # packed weights are small, so under ddp each rank makes its own on its device; everything else is read by one rank and sent to the others
-        streamed = world.size > 1 and (self.quantization == "none" or self.strategy.name == "fsdp")
-        if world.is_main or not streamed:
-            model = load_model(cfg, self.tokenizer, self.label_names, dtype, self.quantization, torch.device("cpu") if streamed else world.device)
-        else:
-            model = load_shell(cfg, self.tokenizer, self.label_names, dtype)
-        if streamed:
-            wait_for_rank_0()
-        self._foreign_ledger = take_foreign(checkpoint, model, cfg, world) if checkpoint and is_foreign(checkpoint) else []
-        if streamed and self.quantization == "4bit":
-            share_quantization(model, dtype, world.is_main)
-        base = model
-        if cfg.tuning != "full":
-            model = add_adapter(cfg, model)
-            share = f"{trainable:,} of {total:,} parameters ({trainable / total:.2%})"
-            self.tracker.remark(f"trains {share}; quantization {self.quantization}: {quantization_reason}")
-        if cfg.compile:
-            for block in transformer_blocks(base):
-                block.compile()
-        loss_model = ClassifierLoss(model) if self.label_names else LossModel(model)
-        self.strategy.prepare(loss_model, lambda prepared: make_optimizer(cfg, prepared), streamed)
-        every = checkpoint_every(
-            cfg.activation_checkpointing, base, cfg.batch_size * cfg.max_length, self.strategy.dtype, -self.world.max(-self.strategy.free_memory())
-        )
-        checkpoint_activations(base, every)
-        self.watch = Stopwatch(self.world.device, self.beat)
-        if self.world.size > 1:
-            base.get_input_embeddings().register_forward_hook(self._await_last_gradient)
-        return {
-            "strategy_reason": why, "communication": "window" if self.strategy.window else "micro_batch",
-            "quantization": self.quantization, "quantization_reason": quantization_reason, "trainable_parameters": trainable, "parameters": total,
-            "label_names": self.label_names, "checkpointed_blocks": {0: "none", 1: "all"}.get(every, f"every {every}th"),
-        }
 
     def _resume(self, checkpoint: Path | None) -> Progress | None:
         "Take up the state of `checkpoint`. Random numbers of another number of ranks cannot be taken up; new ones are begun then."

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from multigpu_ft import RunConfig
 from multigpu_ft.batches import Order, epoch_steps
-from multigpu_ft.checkpoints import Progress, next_progress
 from multigpu_ft.lineage import verify_checkpoint
+from multigpu_ft.progress import Progress, next_progress
 from multigpu_ft.tokens import tokenize_texts
 
 
@@ -132,11 +132,12 @@ import faults, test_faults
 from multigpu_ft import RunDir
 folder, material = Path(sys.argv[1]), Path(sys.argv[2])
 import os, torch, torch.distributed as dist
-from multigpu_ft.checkpoints import CheckpointWriter, Progress, load_checkpoint
-from multigpu_ft.rundir import PARTIAL
+from multigpu_ft.checkpoints import CheckpointWriter, load_checkpoint
 from multigpu_ft.losses import LossModel
 from multigpu_ft.models import load_model, load_tokenizer
 from multigpu_ft.optimizers import make_optimizer
+from multigpu_ft.progress import Progress
+from multigpu_ft.rundir import PARTIAL
 from multigpu_ft.strategies import World, make_strategy
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
