@@ -260,6 +260,8 @@ class CheckpointWriter:
         if shutil.disk_usage(self._run_dir.path).free < save.bytes:
             save.deleted += retire(self._run_dir, keep=1)
         if shutil.disk_usage(self._run_dir.path).free < save.bytes:
+            save.deleted += retire(self._run_dir, keep=0)  # where the best one is there to go back to
+        if shutil.disk_usage(self._run_dir.path).free < save.bytes:
             raise OSError(0, "the disk is too full")
 
     def _commit(self, save: Save, partial: Path, told: dict[str, Any], files: dict[str, dict[str, Any]]) -> tuple[Path, list[str]]:

@@ -76,6 +76,9 @@ def describe(run: Run) -> str:
     if (before := status.get("eval_before")) and (after := status.get("eval_after")):
         scores = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in ("loss", "accuracy", "f1") if name in after]
         lines.append(f"evaluated {', '.join(scores)}")
+    if best := status.get("best"):
+        taken = ", exported" if status.get("exported_checkpoint") else ""
+        lines.append(f"best      evaluation loss {best['loss']:.4f} at step {best['step']}{taken}")
     if status.get("export"):
         lines.append(f"{'model' if run.config.tuning == 'full' else 'adapter':9} {status['export']}")
     if status.get("merged"):

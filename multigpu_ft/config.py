@@ -250,6 +250,11 @@ class RunConfig(BaseModel):
         return bool(self.eval_dataset or self.eval_split) or self.eval_start_idx is not None
 
     @property
+    def chooses_best(self) -> bool:
+        "Whether the checkpoint with the lowest evaluation loss is kept and exported."
+        return self.keep_best or self.patience is not None
+
+    @property
     def held_out(self) -> tuple[int, int] | None:
         "First row, and row after the last, of the slice of `dataset` itself that is evaluated on; `None` if other data is."
         here = self.eval_start_idx is not None and not self.eval_dataset and self.eval_split in (None, self.dataset_split)

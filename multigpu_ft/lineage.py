@@ -148,6 +148,18 @@ def _saved_under(root: Path) -> list[Path]:
     return sorted(found, key=saved_at, reverse=True)
 
 
+def _beyond_best(found: list[Path], cfg: RunConfig) -> set[Path]:
+    "Those of `found` whose run, of another slice than `cfg`'s, has exported an earlier one in the end, its best: what was learnt after that was dropped."
+    beyond: set[Path] = set()
+    for path in {c.parents[1] for c in found}:
+        best = RunDir(path).status().get("exported_checkpoint")
+        if best and RunDir(path).config().start_idx != cfg.start_idx:
+            line = kept_checkpoints(RunDir(path))
+            names = [c.name for c in line]
+            beyond |= set(line[: names.index(best)]) if best in names else set()
+    return beyond
+
+
 def find_checkpoints(cfg: RunConfig, run_dir: RunDir | None = None) -> list[Path]:
     """The checkpoints that `run_dir` may go on from under `cfg`, best first. None: it starts from the base model.
 
@@ -158,7 +170,8 @@ def find_checkpoints(cfg: RunConfig, run_dir: RunDir | None = None) -> list[Path
         return own
     found = _saved_under(Path(cfg.run_root))
     if cfg.resume_file == "auto":
-        return own + [c for c in found if c not in own and _belongs(c, cfg)]
+        beyond = _beyond_best(found, cfg)
+        return own + [c for c in found if c not in own and c not in beyond and _belongs(c, cfg)]
     try:
         return [*own, _named(cfg, found)]
     except CheckpointError:
@@ -251,13 +264,16 @@ def kept_checkpoints(run_dir: RunDir) -> list[Path]:
 
 
 def retire(run_dir: RunDir, keep: int, budget: float | None = None, coming: int = 0) -> list[str]:
-    """Delete all but the newest `keep` checkpoints of a run and its ancestors, and more while they and `coming` bytes exceed `budget`, but never the newest.
+    """Delete all but the newest `keep` checkpoints of a run and its ancestors, and more while they and `coming` bytes exceed `budget`, but never the last.
 
-    Returns the names of those deleted.
+    The best one, if status.json names it, stays beside them. Returns the names of those deleted.
     """
-    checkpoints, gone = kept_checkpoints(run_dir), []
-    while len(checkpoints) > 1 and (len(checkpoints) > keep or (budget is not None and sum(map(size, checkpoints)) + coming > budget)):
-        gone.append(checkpoints.pop())
+    best = run_dir.status().get("best", {}).get("checkpoint")
+    kept, gone = kept_checkpoints(run_dir), []
+    others = [c for c in kept if c.name != best]
+    while others and len(kept) > 1 and (len(others) > keep or (budget is not None and sum(map(size, kept)) + coming > budget)):
+        gone.append(others.pop())
+        kept.remove(gone[-1])
         discard(gone[-1])
     return [c.name for c in gone]
 

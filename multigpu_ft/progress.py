@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Progress', 'next_progress']
 
-# %% ../nbs/03b_progress.ipynb #b60b413d
+# %% ../nbs/03b_progress.ipynb #8b98496a
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,6 +30,8 @@ class Progress:
     optimizer_step: int = 0  # optimizer steps since the optimizer was new
     order: dict[str, Any] = field(default_factory=dict)  # what those rows follow from: a `batches.Order`
     earlier: list[dict[str, Any]] = field(default_factory=list)  # the slice ledger up to this slice
+    best: dict[str, Any] = field(default_factory=dict)  # the best evaluation of this slice: its scores, `step`, `checkpoint`, and `data`, a digest
+    evaluations_since: int = 0  # that one
     line: str = ""  # what all runs have in common that go on from one another, for trackers
 
     def name(self, model: str, end_of_epoch: bool) -> str:
@@ -41,6 +44,16 @@ class Progress:
         whole = self.epoch if self.num_rows and self.position >= self.num_rows else self.epoch - 1
         now = {"start_idx": self.start_idx, "end_idx": self.end_idx, "epochs": whole, "steps": self.slice_step}
         return [*self.earlier, {**now, "position": self.position, "num_rows": self.num_rows}] if self.slice_step else self.earlier
+
+    def judge(self, scores: dict[str, float], data: str) -> bool:
+        "Take in the `scores` of an evaluation on `data`. Whether their `loss` is the lowest so far on this slice and that data."
+        if self.best.get("data") != data:
+            self.best = {}
+        better = math.isfinite(scores["loss"]) and scores["loss"] < self.best.get("loss", math.inf)
+        if better:
+            self.best = {**scores, "step": self.step, "data": data}
+        self.evaluations_since = 0 if better else self.evaluations_since + 1
+        return better
 
     def is_of(self, cfg: RunConfig, end_idx: int) -> bool:
         "Whether it is about `cfg`'s slice."

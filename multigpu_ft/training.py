@@ -47,7 +47,8 @@ from torch import nn
 from .batches import Epoch, Order, Step, epoch_steps
 from .checkpoints import CheckpointWriter, Save, checkpoint_bytes, load_checkpoint, room_for
 from .data import Texts, evaluation_config, find_label_names, load_texts
-from .evaluating import evaluate_texts, evaluating, step_loss, to_device
+from .early_stopping import Evaluations
+from .evaluating import evaluating, step_loss, to_device
 from .exports import export_model, hub_token, push_export
 from .lineage import find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
 from .losses import choose_packing, self_check
@@ -107,7 +108,7 @@ class Training:
         self.slice: Texts = load_texts(self.cfg, self.label_names)
         self.texts: TokenizedTexts = tokenize(self.cfg, self.slice, self.tokenizer)
         evaluation = evaluation_config(self.cfg)
-        self.eval_texts = tokenize(evaluation, load_texts(evaluation, self.label_names), self.tokenizer) if evaluation else None
+        eval_texts = tokenize(evaluation, load_texts(evaluation, self.label_names), self.tokenizer) if evaluation else None
         self.world: World = join_world(self.cfg)
         self.beat = Beat(run_dir.beat_file(self.world.rank))
         self.beat(IDLE)
@@ -147,6 +148,8 @@ class Training:
         self.room = room_for(self.cfg, run_dir, self.strategy, checkpoint)
         if self.room == 1 and (self.last_epoch > self.progress.epoch or self.cfg.save_every or self.cfg.save_minutes):
             self.tracker.remark("the disk has room for one checkpoint, so only the last one is written, at the end or when the run is stopped")
+        self.evaluations = Evaluations(self.cfg, run_dir, self.strategy, self.tracker, self.progress, eval_texts, len(self.label_names or []))
+        self.evaluations.check_room(self.room)
         self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, stored)
         self.earlier_steps = self.progress.optimizer_step - self.progress.slice_step if self.progress.optimizer_step else 0
         self.total_steps = self._count_steps()
@@ -155,13 +158,13 @@ class Training:
         self.saving_step = self.progress.step  # the step of the newest save
         self.save_error: Exception | None = None
         self.first_step: Step | None = None
-        self.evaluation: dict[str, float] = {}  # the newest one
         self._flops_per_token = flops_per_token(self.strategy.unwrap_model(), float(self.texts.lengths.mean()))
         origin = {} if again else {"resumed_from": str(checkpoint) if checkpoint else None, "first_step": self.progress.step + 1}
         self.tracker.status(
             state="running", strategy=self.strategy.name, dtype=str(self.strategy.dtype).removeprefix("torch."), packing=packing, **about, **origin,
             world_size=self.world.size, device=self.world.device.type, slice=[self.slice.start_idx, self.slice.end_idx],
             num_rows=self.slice.num_rows, texts=len(self.texts), dropped=self.slice.dropped,
+            best=self.evaluations.best, exported_checkpoint=None,
             rows_a_step=self.order.rows_a_step, checkpoint_bytes=checkpoint_bytes(self.cfg, self.strategy),
             step=self.progress.step, slice_step=self.progress.slice_step, total_steps=self.total_steps, epoch=self.progress.epoch,
         )
@@ -231,6 +234,7 @@ class Training:
         self.tracker.status(activity="saving a checkpoint")
         self._note(self.writer.wait())
         if outcome["state"] == "done":
+            outcome |= self.evaluations.take_best()
             if self.first_step:
                 outcome["loss_after"] = step_loss(self.strategy, self.first_step)
                 if self.total_steps < _FEW_STEPS and not self.cfg.max_steps and self.order.packing != "padded":
@@ -239,12 +243,14 @@ class Training:
                         f"{self.cfg.max_length} tokens: for more steps lower batch_size, accum_steps or max_length, or use packing='padded'"
                     )
             else:
+                early = self.evaluations.patience_is_over
+                had = f"was stopped early, by patience={self.cfg.patience}" if early else f"has had its {self.cfg.num_epochs} epochs"
                 outcome["message"] = (
-                    f"nothing was left to train: slice {self.slice.start_idx}-{self.slice.end_idx} has had its {self.cfg.num_epochs} epochs. "
-                    "Take the next slice, raise num_epochs, or start over with resume_file='none'"
+                    f"nothing was left to train: slice {self.slice.start_idx}-{self.slice.end_idx} {had}. "
+                    f"Take the next slice, raise {'patience' if early else 'num_epochs'}, or start over with resume_file='none'"
                 )
             self.tracker.status(activity="exporting the model")
-            outcome |= {"eval_after": self.evaluation} if self.eval_texts else {}
+            outcome |= {"eval_after": self.evaluations.newest} if self.evaluations.wanted else {}
             outcome |= export_model(self.run_dir, self.strategy, self.tokenizer, self.quantization)
             if "export_remark" in outcome:
                 self.tracker.remark(outcome.pop("export_remark"))
@@ -265,11 +271,11 @@ class Training:
     def _epochs(self) -> bool:
         "Whether the plan was carried out to its end."
         progress = self.progress
-        while progress.epoch <= self.last_epoch and progress.slice_step < self.total_steps:
+        while progress.epoch <= self.last_epoch and not self._is_last():
             stopping = self._steps()
             if progress.position >= progress.num_rows and (self.room > 1 or self._is_last()):
                 self._save(end_of_epoch=True)
-            if progress.slice_step >= self.total_steps:
+            if self._is_last():
                 break
             if stopping:
                 return False
@@ -277,7 +283,7 @@ class Training:
         return True
 
     def _is_last(self) -> bool:
-        return self.progress.slice_step >= self.total_steps
+        return self.progress.slice_step >= self.total_steps or self.evaluations.patience_is_over
 
     def _steps(self) -> bool:
         "The steps left of the epoch in hand. Whether somebody asked to stop."
@@ -288,8 +294,9 @@ class Training:
         for step in epoch_steps(self.texts, self.order, cfg, progress.epoch, progress.position, world.rank, world.size):
             if not self.first_step:
                 self.first_step = step
-                if self.eval_texts:
-                    self.tracker.status(eval_before=self._evaluate())
+                if self.evaluations.wanted:
+                    self.beat(IDLE)
+                    self.tracker.status(eval_before=self.evaluations.measure())
                 # with dropout, a training loss is higher than the one that `loss_after` will be
                 before = step_loss(self.strategy, step) if _has_dropout(cfg, self.strategy.unwrap_model()) else None
                 interval = Interval(self.strategy)
@@ -301,13 +308,17 @@ class Training:
             progress.step, progress.slice_step, progress.optimizer_step = progress.step + 1, progress.slice_step + 1, progress.optimizer_step + 1
             stopping, saving = self._agree()
             last, end_of_epoch = self._is_last(), progress.position >= progress.num_rows
-            evaluated = self.eval_texts and (last or end_of_epoch or (cfg.eval_every and progress.step % cfg.eval_every == 0))
+            evaluated = self.evaluations.wanted and (last or end_of_epoch or (cfg.eval_every and progress.step % cfg.eval_every == 0))
+            found, best = {}, False
             if step is self.first_step or progress.step % cfg.log_every == 0 or last or stopping or end_of_epoch or evaluated:
                 measured = interval.measure(self.watch, self._flops_per_token)
+                if evaluated:
+                    self.beat(IDLE)
+                    found, best = self.evaluations.judge()
                 self.tracker.log({
                     "step": progress.step, "epoch": progress.epoch, **measured, "learning_rate": rate, "grad_norm": norm.item(),
                     "samples_seen": progress.samples_seen, "time": time.time(),
-                    **({f"eval_{name}": value for name, value in self._evaluate().items()} if evaluated else {}),
+                    **{f"eval_{name}": value for name, value in found.items()},
                 })
                 if step is self.first_step:
                     self.tracker.status(loss_before=measured["loss"] if before is None else before)
@@ -319,19 +330,11 @@ class Training:
             if progress.step % min(cfg.log_every, _NON_FINITE_IN_A_ROW) == 0:
                 self._refuse_to_go_on_without_numbers()
             self.tracker.heartbeat(step=progress.step, slice_step=progress.slice_step, epoch=progress.epoch, **said)
-            if stopping or last:
+            if stopping or self._is_last():
                 return stopping
-            if saving and not end_of_epoch:
+            if (saving or best) and not end_of_epoch:
                 self._save(end_of_epoch=False)
         return False
-
-    def _evaluate(self) -> dict[str, float]:
-        "Scores on the data to evaluate on. A collective."
-        self.beat(IDLE)
-        self.tracker.status(activity="evaluating")
-        self.evaluation = evaluate_texts(self.strategy, self.eval_texts, self.cfg.batch_size, len(self.label_names or []))
-        self.tracker.status(activity=None)
-        return self.evaluation
 
     def _agree(self) -> tuple[bool, bool]:
         "Whether to stop after this step, and whether to save. What one rank knows, all know after it. A collective."
@@ -370,6 +373,8 @@ class Training:
         self._note(self.writer.wait())
         self._take_failure()
         self.saving_step = self.progress.step
+        if self.progress.best.get("step") == self.progress.step:
+            self.progress.best["checkpoint"] = self.progress.name(self.cfg.model, end_of_epoch)
         self.writer.start(self.progress, end_of_epoch)
         self.pace.save_began()
         self.tracker.status(activity=None)
@@ -382,7 +387,7 @@ class Training:
             self.save_error = None
             self.pace.saved(save.seconds)
             took = {"step": save.step, "bytes": save.bytes, "stall_s": round(save.stall_s, 4), "seconds": round(save.seconds, 3)}
-            self.tracker.status(checkpoint=save.path.name, save=took)
+            self.tracker.status(checkpoint=save.path.name, save=took, best=self.evaluations.best)
 
 # %% ../nbs/06_training.ipynb #bc29fd1c
 def main(run_dir: RunDir, stop: StopSignal) -> None:
