@@ -20,7 +20,7 @@ from .strategies import Single
 from .tokens import TokenizedTexts
 from .tracking import Tracker
 
-# %% ../nbs/05d_early_stopping.ipynb #e805d76b
+# %% ../nbs/05d_early_stopping.ipynb #8186d5a7
 class Evaluations:
     "What a run that trains finds on held-out texts. Methods are collectives."
 
@@ -62,9 +62,9 @@ class Evaluations:
         self._tracker.status(activity=None)
         return self.newest
 
-    def judge(self) -> tuple[dict[str, float], bool]:
-        "Scores after a training step, and whether they are the best so far and ask for a checkpoint."
-        best = self._progress.judge(self.measure(), self._texts.digest)
+    def judge(self, planned: bool) -> tuple[dict[str, float], bool]:
+        "Scores after a training step, and whether they are the best so far and ask for a checkpoint. `planned` is as in `Progress.judge`."
+        best = self._progress.judge(self.measure(), self._texts.digest, planned)
         if self.patience_is_over:
             told = f"a lower loss than {self.best['loss']:.4f}, that of step {self.best['step']}" if self.best else "a loss that is a number"
             self._tracker.remark(f"stops at step {self._progress.step}: {self._cfg.patience} evaluation(s) in a row did not give {told}")

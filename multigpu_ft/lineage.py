@@ -252,12 +252,13 @@ def kept_checkpoints(run_dir: RunDir) -> list[Path]:
     Ancestors are looked for in the same folder, and a run that is still alive is nobody's: it may need all it has.
     """
     found, seen, child = run_dir.checkpoints(), [run_dir.path], run_dir
-    while origin := child.status().get("resumed_from"):
-        origin = Path(origin)
-        parent = RunDir(origin.parents[1]) if origin.is_dir() and len(origin.parents) > 1 else None
+    while (status := child.status()).get("resumed_from"):
+        origin = Path(status["resumed_from"])
+        until = saved_at(origin) if origin.is_dir() else status.get("resumed_saved_at")  # it may be gone, and an older one, the best, still there
+        parent = RunDir(origin.parents[1]) if until and len(origin.parents) > 1 else None
         if not parent or parent.path.parent != run_dir.path.parent or not (parent.path / "config.json").exists() or parent.path in seen or _is_alive(parent):
             break
-        found += [c for c in parent.checkpoints() if saved_at(c) <= saved_at(origin)]
+        found += [c for c in parent.checkpoints() if saved_at(c) <= until]
         seen.append(parent.path)
         child = parent
     return sorted(found, key=saved_at, reverse=True)

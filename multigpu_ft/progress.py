@@ -45,14 +45,16 @@ class Progress:
         now = {"start_idx": self.start_idx, "end_idx": self.end_idx, "epochs": whole, "steps": self.slice_step}
         return [*self.earlier, {**now, "position": self.position, "num_rows": self.num_rows}] if self.slice_step else self.earlier
 
-    def judge(self, scores: dict[str, float], data: str) -> bool:
-        "Take in the `scores` of an evaluation on `data`. Whether their `loss` is the lowest so far on this slice and that data."
+    def judge(self, scores: dict[str, float], data: str, planned: bool = True) -> bool:
+        """Take in the `scores` of an evaluation on `data`. Whether their `loss` is the lowest so far on this slice and that data.
+
+        One that is not `planned`, at the last of `max_steps`, does not count as one more without a lower loss: a resumed run stops where it would have."""
         if self.best.get("data") != data:
             self.best = {}
         better = math.isfinite(scores["loss"]) and scores["loss"] < self.best.get("loss", math.inf)
         if better:
             self.best = {**scores, "step": self.step, "data": data}
-        self.evaluations_since = 0 if better else self.evaluations_since + 1
+        self.evaluations_since = 0 if better else self.evaluations_since + planned
         return better
 
     def is_of(self, cfg: RunConfig, end_idx: int) -> bool:

@@ -59,6 +59,7 @@ from .pace import Pace
 from .preparing import prepare_model
 from .progress import Progress, next_progress
 from .resuming import choose_checkpoint, seed_everything, tokenizer_digest
+from .rundir import saved_at
 from .strategies import Single, World, join_world
 from .tokens import TokenizedTexts, tokenize
 from .tracking import Interval, Stopwatch, Tracker, flops_per_token
@@ -159,7 +160,10 @@ class Training:
         self.save_error: Exception | None = None
         self.first_step: Step | None = None
         self._flops_per_token = flops_per_token(self.strategy.unwrap_model(), float(self.texts.lengths.mean()))
-        origin = {} if again else {"resumed_from": str(checkpoint) if checkpoint else None, "first_step": self.progress.step + 1}
+        origin = {} if again else {
+            "resumed_from": str(checkpoint) if checkpoint else None, "resumed_saved_at": saved_at(checkpoint) if checkpoint and checkpoint.is_dir() else None,
+            "first_step": self.progress.step + 1,
+        }
         self.tracker.status(
             state="running", strategy=self.strategy.name, dtype=str(self.strategy.dtype).removeprefix("torch."), packing=packing, **about, **origin,
             world_size=self.world.size, device=self.world.device.type, slice=[self.slice.start_idx, self.slice.end_idx],
@@ -308,13 +312,14 @@ class Training:
             progress.step, progress.slice_step, progress.optimizer_step = progress.step + 1, progress.slice_step + 1, progress.optimizer_step + 1
             stopping, saving = self._agree()
             last, end_of_epoch = self._is_last(), progress.position >= progress.num_rows
-            evaluated = self.evaluations.wanted and (last or end_of_epoch or (cfg.eval_every and progress.step % cfg.eval_every == 0))
+            planned = end_of_epoch or bool(cfg.eval_every and progress.step % cfg.eval_every == 0)
+            evaluated = self.evaluations.wanted and (last or planned)
             found, best = {}, False
             if step is self.first_step or progress.step % cfg.log_every == 0 or last or stopping or end_of_epoch or evaluated:
                 measured = interval.measure(self.watch, self._flops_per_token)
                 if evaluated:
                     self.beat(IDLE)
-                    found, best = self.evaluations.judge()
+                    found, best = self.evaluations.judge(planned)
                 self.tracker.log({
                     "step": progress.step, "epoch": progress.epoch, **measured, "learning_rate": rate, "grad_norm": norm.item(),
                     "samples_seen": progress.samples_seen, "time": time.time(),

@@ -1,0 +1,97 @@
+"""Evaluation while a run trains: it stops when that no longer helps, keeps the best checkpoint and exports it."""
+import json
+
+import faults
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from multigpu_ft.lineage import find_checkpoints
+from multigpu_ft.rundir import RunDir
+
+HALF = {"end_idx": 24, "eval_start_idx": 24, "eval_every": 2, "save_every": None, "learning_rate": 0.03, "num_epochs": 12}
+
+
+def evaluated(run_dir):
+    return {m["step"]: m["eval_loss"] for m in run_dir.metrics() if "eval_loss" in m}
+
+
+def weights(checkpoint):
+    "The parameters in a checkpoint, whole, by name."
+    found = {}
+    for path in sorted(checkpoint.glob("rank*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                if name.startswith("model/"):
+                    found.setdefault(name.removeprefix("model/"), []).append(file.get_tensor(name))
+    return found
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def stopped_early(request, server, material, tmp_path_factory):
+    cfg = faults.config(material, tmp_path_factory.mktemp("early"), strategy=request.param, patience=3, keep=1, run_name="first", **HALF)
+    return server.finish(cfg)
+
+
+def test_stops_after_patience_and_keeps_the_best(stopped_early):
+    losses, status = evaluated(stopped_early), stopped_early.status()
+    best = min(losses, key=losses.get)
+    after = [step for step in losses if step > best]
+    assert status["state"] == "done" and len(after) == 3 and status["step"] == after[-1] < status["total_steps"]
+    assert status["best"]["step"] == best and status["best"]["loss"] == losses[best] == status["eval_after"]["loss"]
+    # keep=1: the newest, and beside it the best
+    assert [c.name for c in stopped_early.checkpoints()] == [status["best"]["checkpoint"], status["checkpoint"]]
+    assert any("3 evaluation(s) in a row" in remark for remark in status["remarks"])
+
+
+def test_the_best_is_exported(stopped_early):
+    exported = load_file(stopped_early.path / "export" / "model.safetensors")
+    best, last = (weights(c) for c in stopped_early.checkpoints())
+    assert stopped_early.status()["exported_checkpoint"] == stopped_early.checkpoints()[0].name
+    for name, parts in best.items():
+        first = 0
+        for rows in parts:
+            assert (exported[name][first : first + len(rows)] == rows).all(), name
+            first += len(rows)
+    name = "model.decoder.layers.0.fc1.weight"
+    assert not (best[name][0] == last[name][0]).all(), "or nothing was shown"
+
+
+def test_the_next_slice_goes_on_from_the_best_the_same_one_from_the_newest(stopped_early):
+    cfg, (best, newest) = stopped_early.config(), stopped_early.checkpoints()
+    assert find_checkpoints(cfg)[0] == newest, "patience is over there, so there is nothing left to do"
+    following = cfg.replace(start_idx=24, end_idx=36, eval_start_idx=36)
+    assert find_checkpoints(following) == [best]
+
+
+def test_the_same_again_has_nothing_left_to_train(stopped_early, server):
+    again = server.finish(stopped_early.config().replace(run_name="again"))
+    status = again.status()
+    assert status["state"] == "done" and again.metrics() == [] and "was stopped early, by patience=3" in status["message"]
+    assert status["exported_checkpoint"] == stopped_early.status()["best"]["checkpoint"], "also when another run saved it"
+
+
+def test_a_resumed_run_stops_where_it_would_have(stopped_early, server, tmp_path):
+    "The count of evaluations without a lower loss, and the best one, are in the checkpoint."
+    whole = stopped_early.status()
+    cfg = stopped_early.config().replace(run_root=str(tmp_path), run_name=None)
+    first = server.finish(cfg.replace(max_steps=whole["best"]["step"] + 3))
+    assert first.status()["step"] == whole["best"]["step"] + 3
+    second = server.finish(cfg)
+    assert evaluated(first) | evaluated(second) == {**evaluated(stopped_early), first.status()["step"]: evaluated(first)[first.status()["step"]]}
+    assert (second.status()["best"], second.status()["eval_after"]) == (whole["best"], whole["eval_after"])
+    assert second.status()["exported_checkpoint"] == whole["exported_checkpoint"]
+
+
+def test_without_room_for_two_it_is_refused(server, material, run_root):
+    cfg = faults.config(material, run_root, keep_best=True, disk_budget_gb=5e-4, **HALF)
+    failed = server.finish(cfg)
+    error = json.loads(failed.error_file(0).read_text())["message"]["message"]
+    assert "CheckpointError" in error and "leave out keep_best and patience" in error
+
+
+def test_the_best_may_be_the_last(server, material, run_root):
+    run_dir = server.finish(faults.config(material, run_root, keep_best=True, **{**HALF, "learning_rate": 1e-4, "num_epochs": 1}))
+    status = run_dir.status()
+    assert status["best"]["step"] == status["step"] and status["best"]["checkpoint"] == status["checkpoint"] and status["exported_checkpoint"] is None
+    assert RunDir(run_dir.path).checkpoints()[-1].name == status["checkpoint"]
