@@ -12,6 +12,8 @@ import psutil
 import pytest
 from jupyter_client import KernelManager
 
+from multigpu_ft import Run
+
 pytest_plugins = ["browser"]
 REPO = Path(__file__).parents[1]
 NBS = REPO / "nbs"
@@ -31,6 +33,8 @@ def pytest_collection_modifyitems(items):
 def pytest_sessionfinish(session):
     "In CI everything is there that a test may need, except a GPU and, in some containers, the right to mount: any other skip is a failure."
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:  # a worker of xdist; the process that collects what workers found comes here too
+        return
     allowed = ("needs a CUDA GPU", "needs the right to mount")
     skipped = [r for r in reporter.stats.get("skipped", []) if not any(reason in str(r.longrepr) for reason in allowed)]
     if skipped and os.environ.get("CI"):
@@ -90,6 +94,17 @@ def server(material):
     started = faults.Server(material / "model")
     yield started
     started.close()
+
+
+@pytest.fixture(scope="module")
+def train(server):
+    "`launch`, without what it takes to start Python and import torch."
+    def train(cfg):
+        nproc = cfg.nproc or (1 if cfg.strategy == "single" else 2)
+        run = Run(server.finish(cfg.replace(nproc=nproc), seconds=300))
+        assert run.status["state"] in ("done", "stopped"), run.logs(0)[-3000:]
+        return run
+    return train
 
 
 def ranks(run_dir):

@@ -179,10 +179,10 @@ class Server:
         self._process.stdin.flush()
         return run_dir, int(self._process.stdout.readline())
 
-    def finish(self, cfg, run_dir=None):
+    def finish(self, cfg, run_dir=None, seconds=60):
         "A run to its end."
         run_dir, agent = self.start(cfg, run_dir)
-        wait_for_end(run_dir, agent)
+        wait_for_end(run_dir, agent, seconds)
         return run_dir
 
     def close(self):

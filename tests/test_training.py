@@ -19,10 +19,10 @@ def assert_same_curve(metrics, reference):
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
+def single(train, tmp_path_factory):
     "20 steps of 16 rows on one process: what every other way to share the work is compared with."
     root = tmp_path_factory.mktemp("single")
-    return launch(RunConfig(run_root=str(root), strategy="single", batch_size=16, packing="padded", end_idx=16 * STEPS, lr_scheduler="cosine", warmup_steps=3))
+    return train(RunConfig(run_root=str(root), strategy="single", batch_size=16, packing="padded", end_idx=16 * STEPS, lr_scheduler="cosine", warmup_steps=3))
 
 
 @pytest.mark.parametrize("change", [
@@ -33,41 +33,41 @@ def single(tmp_path_factory):
     {"strategy": "fsdp", "batch_size": 8, "activation_checkpointing": "full"},
     {"strategy": "fsdp", "nproc": 1, "batch_size": 16},
 ], ids=lambda c: "-".join(str(v) for v in c.values()))
-def test_same_curve_however_the_work_is_shared(single, run_root, change):
-    run = launch(single.config.replace(run_root=str(run_root), run_name=None, **change))
+def test_same_curve_however_the_work_is_shared(single, train, run_root, change):
+    run = train(single.config.replace(**{"run_root": str(run_root), "run_name": None, "nproc": None, **change}))
     assert run.status["strategy"] == change["strategy"] and len(run.metrics) == STEPS
     assert_same_curve(run.metrics, single.metrics)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_stays_close_to_fp32(single, run_root, strategy, dtype):
-    run = launch(single.config.replace(run_root=str(run_root), run_name=None, strategy=strategy, batch_size=8, dtype=dtype, max_steps=3))
+def test_half_precision_stays_close_to_fp32(single, train, run_root, strategy, dtype):
+    run = train(single.config.replace(run_root=str(run_root), run_name=None, nproc=None, strategy=strategy, batch_size=8, dtype=dtype, max_steps=3))
     taken = run.metrics
     assert run.status["dtype"] == {"bf16": "bfloat16", "fp16": "float16"}[dtype]
     assert abs(run.metrics[0]["loss"] - single.metrics[0]["loss"]) < 0.02 and taken[-1]["loss"] < 8.4
 
 
-def test_goes_on_under_another_strategy_and_world_size(single, run_root):
-    plain = single.config.replace(run_root=str(run_root), run_name=None, lr_scheduler="constant", warmup_steps=0)
-    whole = launch(plain)
-    first = launch(plain.replace(strategy="ddp", batch_size=8, max_steps=7, resume_file="none"))
+def test_goes_on_under_another_strategy_and_world_size(single, train, run_root):
+    plain = single.config.replace(run_root=str(run_root), run_name=None, nproc=None, lr_scheduler="constant", warmup_steps=0)
+    whole = train(plain)
+    first = train(plain.replace(strategy="ddp", batch_size=8, max_steps=7, resume_file="none"))
     assert first.status["checkpoint"] == f"opt-tiny_0-{16 * STEPS}-step-7"
-    second = launch(plain.replace(strategy="fsdp", batch_size=8, resume_file=first.status["checkpoint"]))
+    second = train(plain.replace(strategy="fsdp", batch_size=8, resume_file=first.status["checkpoint"]))
     assert_same_curve(first.metrics + second.metrics, whole.metrics)
     assert second.metrics[-1]["samples_seen"] == 16 * STEPS
 
 
-def test_next_slice_continues_and_a_finished_one_is_not_repeated(run_root):
+def test_next_slice_continues_and_a_finished_one_is_not_repeated(train, run_root):
     cfg = RunConfig(run_root=str(run_root), batch_size=8, packing="padded", end_idx=48, num_epochs=2)
-    first = launch(cfg)
+    first = train(cfg)
     assert [p.name for p in first.dir.checkpoints()] == ["opt-tiny_0-48-epoch-1", "opt-tiny_0-48-epoch-2"]
-    second = launch(cfg.replace(start_idx=48, end_idx=80, num_epochs=1))
+    second = train(cfg.replace(start_idx=48, end_idx=80, num_epochs=1))
     assert second.status["resumed_from"].endswith("opt-tiny_0-48-epoch-2")
     assert [m["step"] for m in second.metrics] == [7, 8] and second.metrics[-1]["samples_seen"] == 128
-    again = launch(cfg.replace(start_idx=48, end_idx=80, num_epochs=1))
+    again = train(cfg.replace(start_idx=48, end_idx=80, num_epochs=1))
     assert again.state == "done" and not again.metrics
-    more = launch(cfg.replace(start_idx=48, end_idx=80, initial_epoch=2, num_epochs=1))
+    more = train(cfg.replace(start_idx=48, end_idx=80, initial_epoch=2, num_epochs=1))
     assert [(m["step"], m["epoch"]) for m in more.metrics] == [(9, 2), (10, 2)]
 
 
@@ -87,11 +87,11 @@ print(total / targets, type(model).__name__, model.generate(ids[:, :4], max_new_
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_export_is_the_trained_model(run_root, tmp_path, strategy):
+def test_export_is_the_trained_model(train, run_root, tmp_path, strategy):
     from multigpu_ft.batches import epoch_order
     from multigpu_ft.data import builtin_corpus
 
-    run = launch(RunConfig(run_root=str(run_root), strategy=strategy, batch_size=8, packing="padded", end_idx=160))
+    run = train(RunConfig(run_root=str(run_root), strategy=strategy, batch_size=8, packing="padded", end_idx=160))
     rows = 8 * run.status["world_size"]
     first_rows = epoch_order(160, seed=0, epoch=1)[:rows]
     (tmp_path / "texts.json").write_text(json.dumps([builtin_corpus()[i] for i in first_rows]))
@@ -126,10 +126,10 @@ def test_too_small_a_budget_is_told_before_training(run_root):
     assert not list(run_root.glob("*/metrics.jsonl"))
 
 
-def test_half_precision_export_is_half_the_size_and_loads(run_root):
+def test_half_precision_export_is_half_the_size_and_loads(train, run_root):
     import torch
     from transformers import AutoModelForCausalLM
 
-    run = launch(RunConfig(run_root=str(run_root), strategy="fsdp", dtype="bf16", end_idx=32))
+    run = train(RunConfig(run_root=str(run_root), strategy="fsdp", dtype="bf16", end_idx=32))
     model = AutoModelForCausalLM.from_pretrained(run.status["export"])
     assert model.dtype == torch.bfloat16 and type(model).__name__ == "OPTForCausalLM"
