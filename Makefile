@@ -23,7 +23,7 @@ test: install
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
 	git diff --exit-code
-	$(BIN)/nbdev_test --n_workers 2 --skip_file_re '^[_.]|^train|^slices'
+	$(BIN)/nbdev_test --n_workers 2 --skip_file_re '^[_.]|^train|^slices|^evaluate'
 	$(BIN)/pytest -q tests
 	$(BIN)/ruff check .
 

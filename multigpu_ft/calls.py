@@ -125,8 +125,10 @@ def _last_state(line: bytes) -> str:
 _INTERRUPT_GRACE_S, _LOOK_EVERY_S = 3.0, 0.1
 
 
-def call(function: Callable[..., Any], args: tuple[Any, ...] = (), nproc: int | None = None) -> Any:
+def call(function: Callable[..., Any], args: tuple[Any, ...] = (), nproc: int | None = None, show: Callable[[str], None] | None = None) -> Any:
     """Run `function(*args)` on `nproc` ranks (None: one per GPU, or 2 without one), show what they print, and return what it returns on rank 0.
+
+    `show` gets what they print, as it comes, a rank's number before each line; None prints it.
 
     Raises `ConfigError` if function or arguments cannot be handed over, `RunFailed` with the rank's traceback if it raises or a rank dies there.
     """
@@ -136,6 +138,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...] = (), nproc: int | 
         raise ConfigError(f"nproc={nproc}: at least 1 process is needed.")
     use_secrets()
     _sweep()
+    show = show or _show
     folder = Path(tempfile.mkdtemp(prefix="multigpu_ft-call-"))
     agent = None
     try:
@@ -144,12 +147,13 @@ def call(function: Callable[..., Any], args: tuple[Any, ...] = (), nproc: int | 
         streams = _Streams(run_dir, nproc)
         try:
             while agent.poll() is None:
-                _show(streams.read())
+                show(streams.read())
                 time.sleep(_LOOK_EVERY_S)
         except KeyboardInterrupt:
-            _interrupt(agent, streams)
+            _interrupt(agent)
+            show(streams.read(final=True))
             raise
-        _show(streams.read(final=True))
+        show(streams.read(final=True))
         return _outcome(run_dir, agent)
     finally:
         if agent and agent.poll() is None:
@@ -190,7 +194,7 @@ def visible_gpus() -> int:
     return min(count, len(chosen))
 
 
-def _interrupt(agent: subprocess.Popen, streams: _Streams) -> None:
+def _interrupt(agent: subprocess.Popen) -> None:
     for process in psutil.Process(agent.pid).children() if agent.poll() is None else []:
         try:
             process.send_signal(signal.SIGINT)
@@ -199,7 +203,6 @@ def _interrupt(agent: subprocess.Popen, streams: _Streams) -> None:
     deadline = time.monotonic() + _INTERRUPT_GRACE_S
     while agent.poll() is None and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
-    _show(streams.read(final=True))
 
 
 def _outcome(run_dir: RunDir, agent: subprocess.Popen) -> Any:

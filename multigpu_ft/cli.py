@@ -6,16 +6,19 @@
 __all__ = ['parse_config', 'describe', 'flags', 'main']
 
 # %% ../nbs/13_cli.ipynb #55d03724
+import inspect
 import json
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import tyro
 
 from .checkup import doctor
 from .config import PRESET_NEEDS, PRESETS, RunConfig, refuse_secrets
+from .evaluation import evaluate
 from .failures import RunFailed
 from .launcher import Run, Runs, changed_settings, launch, runs
 from .rundir import STOPPED_EXIT_CODE
@@ -142,6 +145,31 @@ def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
         {"run": str(run.dir.path), "state": run.state, "step": run.status.get("step", 0), "loss": last["loss"]} for run, last in zip(found, newest, strict=True)
     ]
 
+# %% ../nbs/13_cli.ipynb #cacaaa19
+def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
+    "`function` as its flags are made: what may be text among other things is text."
+    def called(**values: Any) -> Any:
+        return function(**values)
+
+    def plain(parameter: inspect.Parameter) -> inspect.Parameter:
+        words = str(parameter.annotation)
+        kind = parameter.annotation if "Path" not in words else str | None
+        return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+
+    parameters = [plain(p) for p in inspect.signature(function).parameters.values()]
+    called.__signature__, called.__doc__ = inspect.Signature(parameters), function.__doc__
+    called.__annotations__ = {p.name: p.annotation for p in parameters}
+    return called
+
+
+def _evaluate(arguments: list[str], as_json: bool) -> dict[str, Any]:
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--run", *arguments]
+    evaluation = tyro.cli(_in_words(evaluate), args=arguments, prog="multigpu-ft evaluate")
+    if not as_json:
+        print(evaluation)
+    return {"folder": str(evaluation.folder), **json.loads((evaluation.folder / "evaluation.json").read_text())}
+
 # %% ../nbs/13_cli.ipynb #def69a63
 def _doctor(arguments: list[str], as_json: bool) -> dict[str, Any]:
     checkup = tyro.cli(doctor, args=arguments, prog="multigpu-ft doctor")
@@ -156,7 +184,7 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-_VERBS = {"train": _train, "slices": _slices, "runs": _runs, "presets": _presets, "doctor": _doctor}
+_VERBS = {"train": _train, "slices": _slices, "runs": _runs, "presets": _presets, "doctor": _doctor, "evaluate": _evaluate}
 
 
 def main() -> None:

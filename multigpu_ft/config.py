@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 # %% auto #0
 __all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'PRESETS', 'PRESET_NEEDS', 'ConfigError', 'DataError', 'ModelError',
-           'CheckpointError', 'refuse_secrets', 'RunConfig']
+           'CheckpointError', 'refuse_secrets', 'RunConfig', 'plain_values', 'did_you_mean']
 
 # %% ../nbs/00_config.ipynb #74aa888d
 class ConfigError(ValueError):
@@ -297,7 +297,7 @@ class RunConfig(BaseModel):
     def preset(cls, name: str, **overrides: Any) -> RunConfig:
         "The preset `name` with `overrides` on top. Raises `ConfigError` for an unknown name; `PRESETS` lists them."
         if name not in PRESETS:
-            raise ConfigError(f"there is no preset {name!r}{_did_you_mean(name, PRESETS)}; the presets are: {', '.join(PRESETS)}.")
+            raise ConfigError(f"there is no preset {name!r}{did_you_mean(name, PRESETS)}; the presets are: {', '.join(PRESETS)}.")
         return cls(**{**PRESETS[name], **overrides})
 
     @classmethod
@@ -308,11 +308,7 @@ class RunConfig(BaseModel):
         parameter, so that a misspelt `-p strat_idx 5000` or `-p START_IDX 5000` is refused instead of ignored. A `preset` in
         `namespace` is the starting point, and parameters that are `None` leave its value alone.
         """
-        named = {
-            k: v for k, v in namespace.items()
-            if not k.startswith(("_", "PAPERMILL_")) and (v is None or isinstance(v, (str, int, float, bool)))
-        }
-        refuse_secrets(named)
+        named = plain_values(namespace)
         preset = named.get("preset")
         values = {k: v for k, v in named.items() if k not in ignore and not (k in cls.model_fields and v is None)}
         return cls.preset(preset, **values) if preset else cls(**values)
@@ -344,7 +340,17 @@ class RunConfig(BaseModel):
         return end
 
 
-def _did_you_mean(name: str, known: Any) -> str:
+def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
+    "What a parameters cell sets: text, numbers, truth values and `None` of `namespace`, its `globals()`, without leading underscores. Refuses secrets."
+    named = {
+        k: v for k, v in namespace.items()
+        if not k.startswith(("_", "PAPERMILL_")) and (v is None or isinstance(v, (str, int, float, bool)))
+    }
+    refuse_secrets(named)
+    return named
+
+
+def did_you_mean(name: str, known: Any) -> str:
     close = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -355,7 +361,7 @@ def _explain(error: ValidationError) -> str:
     for e in error.errors():
         name = str(e["loc"][0]) if e["loc"] else ""
         if e["type"] == "extra_forbidden":
-            lines.append(f"unknown parameter {name!r}{_did_you_mean(name, RunConfig.model_fields)}; `RunConfig.model_fields` lists the known ones.")
+            lines.append(f"unknown parameter {name!r}{did_you_mean(name, RunConfig.model_fields)}; `RunConfig.model_fields` lists the known ones.")
         elif not name:
             lines.append(str(e["ctx"]["error"]) + ".")
         else:
