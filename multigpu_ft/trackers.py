@@ -161,7 +161,7 @@ class TensorBoard:
             with suppress(OSError):
                 os.truncate(self._path, size)
 
-# %% ../nbs/05b_trackers.ipynb #4ae15862
+# %% ../nbs/05b_trackers.ipynb #b83d8cc8
 _BLOCK = 32768  # of W&B's log format
 
 
@@ -257,6 +257,13 @@ def _init(run_dir: RunDir, line: str, config: dict[str, Any], mode: str, **setti
     )
 
 
+def _end_service() -> None:
+    "End W&B's own process."
+    import wandb
+
+    wandb.teardown()
+
+
 def _log(run: Any, record: dict[str, Any]) -> None:
     run.log({**scalars(record), "_timestamp": record.get("time", time.time())}, step=record["step"], commit=True)
 
@@ -299,7 +306,10 @@ class Wandb:
             import wandb
 
             artifact = wandb.Artifact(f"checkpoints-{self._line}", type="model", metadata={"step": step, "files": files})
-            artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
+            try:
+                artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
+            except ValueError:  # it has been deleted by now, in favour of a newer one
+                return
             run.log_artifact(artifact, aliases=["latest", path.name])
         self._later(log)
 
@@ -325,6 +335,7 @@ class Wandb:
             for job in iter(self._todo.get, None):
                 job(run)
             run.finish(exit_code=self._exit_code)
+            _end_service()
         except BaseException as error:  # whatever it is, training does not end with it
             self.remarks.put(f"W&B is off for the rest of this run ({_in_short(error)}); {self._remedy}")
 
@@ -409,7 +420,7 @@ def _upload(run_dir: RunDir, status: dict[str, Any], records: list[dict[str, Any
     run.finish()
     return has
 
-# %% ../nbs/05b_trackers.ipynb #793a9d1b
+# %% ../nbs/05b_trackers.ipynb #6c43d747
 _FACTS = "strategy dtype packing world_size device slice texts rows_a_step total_steps resumed_from line".split()  # of status.json, beside the settings
 _AFTER_FAILURE_S = 3  # the agent gives the ranks 6
 
@@ -425,7 +436,7 @@ class Trackers:
     def open(cls, run_dir: RunDir, cfg: RunConfig, line: str, step: int, checkpoint: Path | None) -> "Trackers":
         "Those that `cfg` names, for a run that goes on on `line` after `step` steps. Its status must tell where it came from."
         status = run_dir.status()
-        settings = {**cfg.model_dump(), **{name: status.get(name) for name in _FACTS}}
+        settings = {**cfg.model_dump(), **{f"decided_{name}": status.get(name) for name in _FACTS}}
         roots = [run_dir.path.parent, *([checkpoint.parents[2]] if checkpoint and len(checkpoint.parents) > 2 else [])]
 
         def earlier() -> list[dict[str, Any]]:

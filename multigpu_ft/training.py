@@ -287,6 +287,7 @@ class Training:
         if self.cfg.hf_repo and outcome["state"] == "done" and self.world.is_main:
             self.tracker.status(activity=f"pushing to {self.cfg.hf_repo}")
             outcome["pushed_to"] = push_export(Path(outcome.get("merged", outcome["export"])), self.cfg.hf_repo)
+        self.tracker.status(activity="concluding the trackers" if self.cfg.trackers else None)
         for text in self.trackers.close():
             self.tracker.remark(text)
         self.tracker.status(**outcome)
