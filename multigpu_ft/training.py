@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from .config import RunConfig
+from .config import RunConfig, hide_secrets
 from .processes import IDLE, Beat, StopSignal, end_with_agent, is_running, write_error
 from .rundir import RunDir
 
@@ -52,7 +52,6 @@ from .evaluating import evaluate_texts, evaluating, step_loss, to_device
 from .exports import export_model, hub_token, push_export
 from .histograms import histograms
 from .lineage import find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
-from .lines import choose_line
 from .losses import choose_packing, self_check
 from .machine import outputs_folder, use_secrets
 from .models import load_tokenizer, order_labels
@@ -175,18 +174,8 @@ class Training:
             rows_a_step=self.order.rows_a_step, checkpoint_bytes=checkpoint_bytes(self.cfg, self.strategy),
             step=self.progress.step, slice_step=self.progress.slice_step, total_steps=self.total_steps, epoch=self.progress.epoch,
         )
-        self.trackers = self._open_trackers(checkpoint) if self.world.is_main else Trackers()
-
-    def _open_trackers(self, checkpoint: Path | None) -> Trackers:
-        "On the main rank, which is also the one that writes the line's name into checkpoints."
-        where, rows = self.progress, self.order.rows_a_step
-        where.line, remark = choose_line(self.run_dir, self.cfg, checkpoint, where.line, where.step, [where.start_idx, where.end_idx], rows)
-        if remark and self.cfg.trackers:
-            self.tracker.remark(remark)
-        self.tracker.status(line=where.line)
-        trackers = Trackers.open(self.run_dir, self.cfg, where.line, where.step, checkpoint)
-        self.tracker.hand_on = trackers.log
-        return trackers
+        self.trackers = Trackers.open(run_dir, self.cfg, self.progress, checkpoint) if self.world.is_main else Trackers()
+        self.tracker.hand_on = self.trackers.log
 
     def _histograms(self) -> None:
         "In the step after `progress.step`, if they are due then. A collective."
@@ -428,7 +417,7 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
     except BaseException as error:
         rank = int(os.environ.get("RANK", 0))
         write_error(Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.error_file(rank)), error)
-        traceback.print_exc()
+        print(hide_secrets(traceback.format_exc()), file=sys.stderr)
         if training:
             training.trackers.close(failed=True)
         _leave(1)

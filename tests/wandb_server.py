@@ -46,13 +46,21 @@ class _Handler(BaseHTTPRequestHandler):
         return self.answer({})
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_):
+        "A client that goes without a farewell, as W&B's does."
+
+
 class WandbServer:
-    "On loopback. `histories`: the steps of each run, by its id; `configs`, `names`, `groups`: what was said of it; `refuse`: every key is wrong."
+    """On loopback. `histories`: the steps of each run, by its id; `configs`, `names`, `groups`: what was said of it; `artifacts`: names, types and aliases;
+    `refuse`: every key is wrong."""
 
     def __init__(self):
-        self.histories, self.configs, self.names, self.groups, self.refuse = {}, {}, {}, {}, False
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._http.daemon_threads, self._http.owner = True, self
+        self.histories, self.configs, self.names, self.groups, self.artifacts, self.refuse = {}, {}, {}, {}, [], False
+        self._http = _Server(("127.0.0.1", 0), _Handler)
+        self._http.owner = self
         self.environment = {"WANDB_BASE_URL": f"http://127.0.0.1:{self._http.server_port}", "WANDB_API_KEY": KEY}
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
@@ -81,6 +89,11 @@ class WandbServer:
         if operation == "CreateRunFiles":
             files = [{"name": f, "uploadUrl": f"{self.environment['WANDB_BASE_URL']}/put"} for f in variables["files"]]
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
+        if operation == "CreateArtifact":
+            given = variables["input"]
+            self.artifacts.append((given["artifactCollectionName"], given["artifactTypeName"], {a["alias"] for a in given["aliases"]}))
+            artifact = {"id": str(len(self.artifacts)), "state": "COMMITTED", "artifactSequence": {"id": "s", "latestArtifact": None}}
+            return {"createArtifact": {"artifact": artifact}}
         return {}
 
     def stream(self, name, files):
