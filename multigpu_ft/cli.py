@@ -23,6 +23,7 @@ from .failures import RunFailed
 from .launcher import Run, Runs, changed_settings, launch, runs
 from .rundir import STOPPED_EXIT_CODE
 from .slices import run_slices
+from .trackers import sync_wandb
 
 # %% ../nbs/13_cli.ipynb #40d17701
 def _take(arguments: list[str], flag: str) -> str | None:
@@ -170,6 +171,22 @@ def _evaluate(arguments: list[str], as_json: bool) -> dict[str, Any]:
         print(evaluation)
     return {"folder": str(evaluation.folder), **json.loads((evaluation.folder / "evaluation.json").read_text())}
 
+# %% ../nbs/13_cli.ipynb #23e198be
+def _sync_run(run_dir: tyro.conf.Positional[str]) -> list[str]:
+    """Upload what W&B lacks of a run, because there was no network or no key.
+
+    Args:
+        run_dir: the run's directory
+    """
+    return sync_wandb(run_dir)
+
+
+def _sync(arguments: list[str], as_json: bool) -> dict[str, Any]:
+    uploaded = tyro.cli(_sync_run, args=arguments, prog="multigpu-ft sync")
+    if not as_json:
+        print("\n".join(f"uploaded to W&B: {name}" for name in uploaded) or "nothing is left to upload")
+    return {"wandb": uploaded}
+
 # %% ../nbs/13_cli.ipynb #def69a63
 def _doctor(arguments: list[str], as_json: bool) -> dict[str, Any]:
     checkup = tyro.cli(doctor, args=arguments, prog="multigpu-ft doctor")
@@ -184,7 +201,7 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-_VERBS = {"train": _train, "slices": _slices, "runs": _runs, "presets": _presets, "doctor": _doctor, "evaluate": _evaluate}
+_VERBS = {"train": _train, "slices": _slices, "evaluate": _evaluate, "runs": _runs, "sync": _sync, "presets": _presets, "doctor": _doctor}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 # %% auto #0
 __all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'PRESETS', 'PRESET_NEEDS', 'ConfigError', 'DataError', 'ModelError',
-           'CheckpointError', 'refuse_secrets', 'RunConfig', 'plain_values', 'did_you_mean']
+           'CheckpointError', 'refuse_secrets', 'hide_secrets', 'RunConfig', 'plain_values', 'did_you_mean']
 
 # %% ../nbs/00_config.ipynb #74aa888d
 class ConfigError(ValueError):
@@ -53,6 +54,14 @@ def refuse_secrets(values: dict[str, Any]) -> None:
             _SECRET_VALUE.search(value) or (_BARE_HEX_KEY.match(value) and "revision" not in name)
         ):
             raise ConfigError(f"the value of {name!r} has the shape of an access token; {_SECRET_REMEDY}.")
+
+
+def hide_secrets(text: str) -> str:
+    "`text`, perhaps another library's, without what has the shape of a token, and without the values of environment variables that are named like one."
+    values = [value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= 8]
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "***")
+    return _SECRET_VALUE.sub("***", text)
 
 # %% ../nbs/00_config.ipynb #d75e2439
 def _field(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PROGRESS_FILE', 'digest', 'flush', 'commit', 'discard', 'verify_checkpoint', 'read_progress', 'fingerprint',
            'difference', 'is_foreign', 'find_checkpoints', 'damaged', 'ledger_remarks', 'size', 'kept_checkpoints',
-           'retire', 'sweep']
+           'retire', 'sweep', 'is_alive']
 
 # %% ../nbs/00b_lineage.ipynb #a8db6921
 import hashlib
@@ -256,7 +256,7 @@ def kept_checkpoints(run_dir: RunDir) -> list[Path]:
         origin = Path(status["resumed_from"])
         until = saved_at(origin) if origin.is_dir() else status.get("resumed_saved_at")  # it may be gone, and an older one, the best, still there
         parent = RunDir(origin.parents[1]) if until and len(origin.parents) > 1 else None
-        if not parent or parent.path.parent != run_dir.path.parent or not (parent.path / "config.json").exists() or parent.path in seen or _is_alive(parent):
+        if not parent or parent.path.parent != run_dir.path.parent or not (parent.path / "config.json").exists() or parent.path in seen or is_alive(parent):
             break
         found += [c for c in parent.checkpoints() if saved_at(c) <= until]
         seen.append(parent.path)
@@ -282,11 +282,12 @@ def retire(run_dir: RunDir, keep: int, budget: float | None = None, coming: int 
 def sweep(root: Path) -> None:
     "Delete what dead runs under `root` left half-written."
     for partial in root.glob(f"*/checkpoints/*{PARTIAL}"):
-        if not _is_alive(RunDir(partial.parents[1])):
+        if not is_alive(RunDir(partial.parents[1])):
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _is_alive(run_dir: RunDir) -> bool:
+def is_alive(run_dir: RunDir) -> bool:
+    "Whether processes of the run are there; of one on another machine, whether it has said something within the last hour."
     status = run_dir.status()
     pids = [p for p in [status.get("pids", {}).get("agent"), *status.get("pids", {}).get("ranks", [])] if p]
     here = status.get("host") in (None, socket.gethostname())

@@ -133,7 +133,7 @@ def use_secrets() -> list[str]:
     return added
 
 # %% ../nbs/00c_machine.ipynb #34f329f2
-_WORTH_KEEPING = ("status.json", "config.json", "metrics.jsonl", "logs", "report", "export", "merged")
+_WORTH_KEEPING = ("status.json", "config.json", "metrics.jsonl", "logs", "report", "export", "merged", "wandb")
 _REMEDY = "Make room there, or set hf_repo, and the model goes to the Hub as well."
 
 
@@ -216,6 +216,9 @@ def keep_outputs(run_path: Path, folder: Path) -> tuple[Path, list[str]]:
         if kept == run.path:
             return kept, []
         reasons = {name: _copy(run.path / name, kept / name) for name in _WORTH_KEEPING if _files(run.path / name)}
+        curve = Path("tensorboard") / str(run.status().get("line"))  # beside the runs, as they share it
+        if _files(run.path.parent / curve):
+            reasons[str(curve)] = _copy(run.path.parent / curve, kept.parent / curve)
         return kept, [_not_kept(name, kept, reason) for name, reason in reasons.items() if reason] + _keep_newest(run, kept)
     except (OSError, ValueError) as error:
         return kept, [_not_kept(run.name, kept, str(error))]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from .config import hide_secrets
 from .rundir import write_json
 
 # %% ../nbs/00a_processes.ipynb #b86ae047
@@ -82,16 +83,16 @@ class StopSignal:
 
 # %% ../nbs/00a_processes.ipynb #1a4e7c30
 def write_error(path: Path, error: BaseException) -> None:
-    "Write `error` with its traceback to `path`, in the layout of torchelastic's error files."
+    "Write `error` with its traceback, but no secret that is in it, to `path`, in the layout of torchelastic's error files."
     kind = type(error)
     clear = kind.__module__ == "multigpu_ft.config"
     record = {
         "message": {
-            "message": f"{kind.__name__}: {error}",
+            "message": hide_secrets(f"{kind.__name__}: {error}"),
             "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(error)),
+                "py_callstack": hide_secrets("".join(traceback.format_exception(error))),
                 "timestamp": str(int(time.time())),
-                "type": kind.__name__, "text": str(error), "clear": clear, "time": time.time(),
+                "type": kind.__name__, "text": hide_secrets(str(error)), "clear": clear, "time": time.time(),
             },
         }
     }

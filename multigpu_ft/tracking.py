@@ -35,12 +35,16 @@ class Tracker:
         self._last_status = 0.0
         self._unwritten = ""  # lines that a full disk had no room for
         self._remarks: list[str] = run_dir.status().get("remarks", [])
+        self.hand_on: Callable[[dict[str, Any]], list[str]] = lambda record: []  # to other trackers; returns what the user should know
 
     def log(self, record: dict[str, Any]) -> None:
         "Append `record` to metrics.jsonl, as one line in one write. A number that is not finite becomes null: JSON has no other word for it."
         if self._is_main:
-            self._unwritten += json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}) + "\n"
+            record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            self._unwritten += json.dumps(record) + "\n"
             self._write()
+            for text in self.hand_on(record):
+                self.remark(text)
 
     def _write(self) -> None:
         path = self._run_dir.path / "metrics.jsonl"

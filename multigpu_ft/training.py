@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from .config import RunConfig
+from .config import RunConfig, hide_secrets
 from .processes import IDLE, Beat, StopSignal, end_with_agent, is_running, write_error
 from .rundir import RunDir
 
@@ -35,6 +35,7 @@ import math
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from .data import Texts, evaluation_config, find_label_names, load_texts
 from .early_stopping import Evaluations
 from .evaluating import evaluating, step_loss, to_device
 from .exports import export_model, hub_token, push_export
+from .histograms import histograms
 from .lineage import find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
 from .losses import choose_packing, self_check
 from .machine import outputs_folder, use_secrets
@@ -62,11 +64,16 @@ from .resuming import choose_checkpoint, seed_everything, tokenizer_digest
 from .rundir import saved_at
 from .strategies import Single, World, join_world
 from .tokens import TokenizedTexts, tokenize
+from .trackers import Trackers, check_trackers
 from .tracking import Interval, Stopwatch, Tracker, flops_per_token
 
 # %% ../nbs/06_training.ipynb #4969ee58
-def train_step(strategy: Single, step: Step, rate: float, max_grad_norm: float | None, watch: Stopwatch) -> tuple[torch.Tensor, torch.Tensor]:
-    "Returns this rank's summed token loss (nats) and the global gradient norm before clipping, both still on the device."
+def train_step(
+    strategy: Single, step: Step, rate: float, max_grad_norm: float | None, watch: Stopwatch, look: Callable[[], None] = lambda: None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns this rank's summed token loss (nats) and the global gradient norm before clipping, both still on the device.
+
+    `look` is called between clipping and update."""
     for group in strategy.optimizer.param_groups:
         group["lr"] = rate
     weight, total = strategy.world.size / max(1, step.targets), torch.zeros((), dtype=torch.float64, device=strategy.world.device)
@@ -80,6 +87,7 @@ def train_step(strategy: Single, step: Step, rate: float, max_grad_norm: float |
         total += token_losses.sum(dtype=torch.float64)
     watch.begin("optimizer")
     norm = strategy.clip_grad_norm(max_grad_norm)
+    look()
     strategy.step()
     watch.begin("data")
     return total, norm
@@ -100,6 +108,7 @@ class Training:
     def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
         self.run_dir, self.stop, self.cfg = run_dir, stop, run_dir.config()
         use_secrets()
+        check_trackers(self.cfg)
         if self.cfg.hf_repo:
             hub_token()
         names = find_label_names(self.cfg) if self.cfg.task == "classification" else None
@@ -172,6 +181,13 @@ class Training:
             rows_a_step=self.order.rows_a_step, checkpoint_bytes=checkpoint_bytes(self.cfg, self.strategy),
             step=self.progress.step, slice_step=self.progress.slice_step, total_steps=self.total_steps, epoch=self.progress.epoch,
         )
+        self.trackers = Trackers.open(run_dir, self.cfg, self.progress, checkpoint) if self.world.is_main else Trackers()
+        self.tracker.hand_on = self.trackers.log
+
+    def _histograms(self) -> None:
+        "In the step after `progress.step`, if they are due then. A collective."
+        if self.cfg.histogram_every and (self.progress.step + 1) % self.cfg.histogram_every == 0:
+            self.trackers.log_histograms(self.progress.step + 1, histograms(self.strategy))
 
     def _forget_the_last_attempt(self) -> None:
         "A run that is started again in its directory, as a cluster does, begins with a clean slate; under the agent it is one already."
@@ -270,6 +286,9 @@ class Training:
         if self.cfg.hf_repo and outcome["state"] == "done" and self.world.is_main:
             self.tracker.status(activity=f"pushing to {self.cfg.hf_repo}")
             outcome["pushed_to"] = push_export(Path(outcome.get("merged", outcome["export"])), self.cfg.hf_repo)
+        self.tracker.status(activity="concluding the trackers" if self.cfg.trackers else None)
+        for text in self.trackers.close():
+            self.tracker.remark(text)
         self.tracker.status(**outcome)
 
     def _epochs(self) -> bool:
@@ -306,7 +325,7 @@ class Training:
                 interval = Interval(self.strategy)
             self.beat.step = progress.step + 1
             rate = learning_rate(cfg, progress.slice_step, self.total_steps, progress.end_idx, self.earlier_steps)
-            loss, norm = train_step(self.strategy, step, rate, cfg.max_grad_norm, self.watch)
+            loss, norm = train_step(self.strategy, step, rate, cfg.max_grad_norm, self.watch, self._histograms)
             interval.add(step, loss)
             progress.position, progress.num_rows, progress.samples_seen = step.position, step.num_rows, progress.samples_seen + step.texts
             progress.step, progress.slice_step, progress.optimizer_step = progress.step + 1, progress.slice_step + 1, progress.optimizer_step + 1
@@ -393,10 +412,12 @@ class Training:
             self.pace.saved(save.seconds)
             took = {"step": save.step, "bytes": save.bytes, "stall_s": round(save.stall_s, 4), "seconds": round(save.seconds, 3)}
             self.tracker.status(checkpoint=save.path.name, save=took, best=self.evaluations.best)
+            self.trackers.log_checkpoint(save.path, save.step)
 
 # %% ../nbs/06_training.ipynb #bc29fd1c
 def main(run_dir: RunDir, stop: StopSignal) -> None:
     "`python -m multigpu_ft.training RUN_DIR`, started by torchrun."
+    training = None
     try:
         training = Training(run_dir, stop)
         outcome = training.run()
@@ -406,7 +427,9 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
     except BaseException as error:
         rank = int(os.environ.get("RANK", 0))
         write_error(Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.error_file(rank)), error)
-        traceback.print_exc()
+        print(hide_secrets(traceback.format_exc()), file=sys.stderr)
+        if training:
+            training.trackers.close(failed=True)
         _leave(1)
     _leave(0)
 

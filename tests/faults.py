@@ -114,6 +114,7 @@ def serve():
         request = json.loads(line)
         pid = os.fork()
         if pid == 0:
+            os.environ.update(request["environment"])
             be_agent(request["run_dir"], request["nproc"])
         print(pid, flush=True)
 
@@ -168,20 +169,20 @@ class Server:
         )
         assert self._process.stdout.readline() == "ready\n"
 
-    def start(self, cfg, run_dir=None):
-        "A run directory for `cfg`, or the one that is started again, and the agent's process id."
+    def start(self, cfg, run_dir=None, **environment):
+        "A run directory for `cfg`, or the one that is started again, and the agent's process id. The ranks get the variables of `environment`."
         if run_dir is None:
             sweep(Path(cfg.run_root))
             run_dir = RunDir.create(cfg)
             run_dir.update_status(launched=time.time())
         (run_dir.path / "store").unlink(missing_ok=True)
-        self._process.stdin.write(json.dumps({"run_dir": str(run_dir.path), "nproc": cfg.nproc}) + "\n")
+        self._process.stdin.write(json.dumps({"run_dir": str(run_dir.path), "nproc": cfg.nproc, "environment": environment}) + "\n")
         self._process.stdin.flush()
         return run_dir, int(self._process.stdout.readline())
 
-    def finish(self, cfg, run_dir=None, seconds=60):
+    def finish(self, cfg, run_dir=None, seconds=60, **environment):
         "A run to its end."
-        run_dir, agent = self.start(cfg, run_dir)
+        run_dir, agent = self.start(cfg, run_dir, **environment)
         wait_for_end(run_dir, agent, seconds)
         return run_dir
 
