@@ -6,7 +6,7 @@ from importlib import import_module
 _HOMES = {
     "RunConfig": "config", "RunDir": "rundir", "ConfigError": "config", "DataError": "config", "ModelError": "config",
     "CheckpointError": "config", "launch": "launcher", "Run": "launcher", "runs": "launcher", "RunFailed": "failures", "run_slices": "slices",
-    "Slices": "slices", "load_export": "exports", "form": "widgets", "doctor": "checkup",
+    "Slices": "slices", "load_export": "exports", "form": "widgets", "doctor": "checkup", "model_card": "cards", "sync": "syncing",
 }
 __all__ = list(_HOMES)
 

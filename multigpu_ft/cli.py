@@ -20,6 +20,7 @@ from .failures import RunFailed
 from .launcher import Run, Runs, changed_settings, launch, runs
 from .rundir import STOPPED_EXIT_CODE
 from .slices import run_slices
+from .syncing import sync
 
 # %% ../nbs/13_cli.ipynb #40d17701
 def _take(arguments: list[str], flag: str) -> str | None:
@@ -80,6 +81,10 @@ def describe(run: Run) -> str:
         lines.append(f"{'model' if run.config.tuning == 'full' else 'adapter':9} {status['export']}")
     if status.get("merged"):
         lines.append(f"merged    {status['merged']}")
+    if status.get("pushed_to"):
+        lines.append(f"uploaded  {status['pushed_to']}")
+    if status.get("not_uploaded"):
+        lines.append(f"not there {', '.join(status['not_uploaded'])}; to upload: multigpu-ft sync {path}")
     if status.get("skipped_steps"):
         lines.append(f"skipped   {status['skipped_steps']} steps, whose gradient was not finite")
     if run.state == "stopped":
@@ -139,6 +144,22 @@ def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
         {"run": str(run.dir.path), "state": run.state, "step": run.status.get("step", 0), "loss": last["loss"]} for run, last in zip(found, newest, strict=True)
     ]
 
+# %% ../nbs/13_cli.ipynb #cc9ecd90
+def _which_run(run: tyro.conf.Positional[str]) -> str:
+    """Send what a run could not send while it trained.
+
+    Args:
+        run: its directory
+    """
+    return run
+
+
+def _sync(arguments: list[str], as_json: bool) -> dict[str, Any]:
+    result = sync(tyro.cli(_which_run, args=arguments, prog="multigpu-ft sync"))
+    if not as_json and (url := result.get("hub", {}).get("pushed_to")):
+        print(f"uploaded  {url}")
+    return result
+
 # %% ../nbs/13_cli.ipynb #def69a63
 def _doctor(arguments: list[str], as_json: bool) -> dict[str, Any]:
     checkup = tyro.cli(doctor, args=arguments, prog="multigpu-ft doctor")
@@ -153,7 +174,7 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-_VERBS = {"train": _train, "slices": _slices, "runs": _runs, "presets": _presets, "doctor": _doctor}
+_VERBS = {"train": _train, "slices": _slices, "runs": _runs, "presets": _presets, "sync": _sync, "doctor": _doctor}
 
 
 def main() -> None:

@@ -48,8 +48,10 @@ from .batches import Epoch, Order, Step, epoch_steps
 from .checkpoints import CheckpointWriter, Save, checkpoint_bytes, load_checkpoint, room_for
 from .data import Texts, evaluation_config, find_label_names, load_texts
 from .evaluating import evaluate_texts, evaluating, step_loss, to_device
-from .exports import export_model, hub_token, push_export
-from .lineage import find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
+from .exports import export_model
+from .hub import check_access, parse_hub, pull
+from .lineage import contents, find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
+from .loading import wait_for_rank_0
 from .losses import choose_packing, self_check
 from .machine import outputs_folder, use_secrets
 from .models import load_tokenizer, order_labels
@@ -61,6 +63,7 @@ from .resuming import choose_checkpoint, seed_everything, tokenizer_digest
 from .strategies import Single, World, join_world
 from .tokens import TokenizedTexts, tokenize
 from .tracking import Interval, Stopwatch, Tracker, flops_per_token
+from .uploads import Uploader
 
 # %% ../nbs/06_training.ipynb #4969ee58
 def train_step(strategy: Single, step: Step, rate: float, max_grad_norm: float | None, watch: Stopwatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,8 +101,7 @@ class Training:
     def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
         self.run_dir, self.stop, self.cfg = run_dir, stop, run_dir.config()
         use_secrets()
-        if self.cfg.hf_repo:
-            hub_token()
+        access = check_access(self.cfg) if os.environ.get("RANK", "0") == "0" else []
         names = find_label_names(self.cfg) if self.cfg.task == "classification" else None
         find_checkpoints(self.cfg, run_dir)  # a wrong name is told before the model is loaded
         self.tokenizer = load_tokenizer(self.cfg)
@@ -118,6 +120,7 @@ class Training:
         self.tracker = Tracker(run_dir, self.world.is_main)
         self.tracker.status(pids={**run_dir.status().get("pids", {}), "ranks": pids}, host=socket.gethostname())
 
+        self._bring_from_hub()
         stored = {**fingerprint(self.cfg), "tokenizer": tokenizer_digest(self.tokenizer), "labels": self.label_names}
         checkpoint, remarks = choose_checkpoint(self.cfg, run_dir, self.world, stored)
         again = bool(checkpoint) and checkpoint.is_relative_to(run_dir.path)  # started again: it goes on where it was, whatever it began with
@@ -136,7 +139,7 @@ class Training:
             self.progress = next_progress(saved, self.cfg, self.slice.end_idx, order)
         self.order = Order(**self.progress.order)
         self.tracker.rewind(self.progress.step)
-        for remark in [*remarks, *ledger_remarks(saved.trained() if saved else prepared.trained, self.slice.start_idx, self.slice.end_idx)]:
+        for remark in [*access, *remarks, *ledger_remarks(saved.trained() if saved else prepared.trained, self.slice.start_idx, self.slice.end_idx)]:
             self.tracker.remark(remark)
         if self.order.rows_a_step != order.rows_a_step:
             self.tracker.remark(
@@ -147,7 +150,8 @@ class Training:
         self.room = room_for(self.cfg, run_dir, self.strategy, checkpoint)
         if self.room == 1 and (self.last_epoch > self.progress.epoch or self.cfg.save_every or self.cfg.save_minutes):
             self.tracker.remark("the disk has room for one checkpoint, so only the last one is written, at the end or when the run is stopped")
-        self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, stored)
+        self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, {**stored, "contents": contents(self.cfg)})
+        self.uploader = Uploader(run_dir) if self.cfg.hf_repo and self.world.is_main else None
         self.earlier_steps = self.progress.optimizer_step - self.progress.slice_step if self.progress.optimizer_step else 0
         self.total_steps = self._count_steps()
         began, save_bytes = run_dir.status(), checkpoint_bytes(self.cfg, self.strategy)
@@ -174,6 +178,19 @@ class Training:
             for path in self.run_dir.path.glob("errors/*.json"):
                 path.unlink()
             self.run_dir.update_status(state="starting", launched=time.time(), message=None, failure=None, activity=None)
+
+    def _bring_from_hub(self) -> None:
+        "If the checkpoint to go on from is on the Hub, bring it to the disk, unless this run has one of its own by now. A collective."
+        found: list[Any] = [None]
+        if self.world.is_main and parse_hub(self.cfg.resume_file) and not self.run_dir.checkpoints():
+            self.tracker.status(activity=f"fetching {self.cfg.resume_file}")
+            path, remote = pull(self.cfg, self.run_dir.path.parent, self.run_dir.status().get("resumed_revision"))
+            self.tracker.status(activity=None, resumed_revision=remote.revision)
+            self.tracker.remark(f"continues from {remote}")
+            found[0] = str(path)
+        wait_for_rank_0()
+        dist.broadcast_object_list(found, src=0)
+        self.cfg = self.cfg.replace(resume_file=found[0]) if found[0] else self.cfg
 
     def _resume(self, checkpoint: Path | None) -> Progress | None:
         "Take up the state of `checkpoint`. Random numbers of another number of ranks cannot be taken up; new ones are begun then."
@@ -256,10 +273,14 @@ class Training:
         }
 
     def finish(self, outcome: dict[str, Any]) -> None:
-        "Push if asked to, then write the last status. No collective: an upload may take longer than a peer would wait."
-        if self.cfg.hf_repo and outcome["state"] == "done" and self.world.is_main:
-            self.tracker.status(activity=f"pushing to {self.cfg.hf_repo}")
-            outcome["pushed_to"] = push_export(Path(outcome.get("merged", outcome["export"])), self.cfg.hf_repo)
+        "Wait for uploads, if there are any, then write the last status. No collective: an upload may take longer than a peer would wait."
+        if self.uploader:
+            known = {name: value for name, value in outcome.items() if name != "state"}  # the model card is made from it
+            self.tracker.status(**{**known, "activity": f"uploading to {self.cfg.hf_repo}"})
+            about, remarks = self.uploader.finish(lambda: self.stop.requested or self.run_dir.stop_requested(), self.tracker.heartbeat)
+            outcome |= about
+            for remark in remarks:
+                self.tracker.remark(remark)
         self.tracker.status(**outcome)
 
     def _epochs(self) -> bool:
@@ -383,6 +404,8 @@ class Training:
             self.pace.saved(save.seconds)
             took = {"step": save.step, "bytes": save.bytes, "stall_s": round(save.stall_s, 4), "seconds": round(save.seconds, 3)}
             self.tracker.status(checkpoint=save.path.name, save=took)
+            for trouble in self.uploader.trouble() if self.uploader else []:
+                self.tracker.remark(trouble)
 
 # %% ../nbs/06_training.ipynb #bc29fd1c
 def main(run_dir: RunDir, stop: StopSignal) -> None:
