@@ -23,7 +23,7 @@ from .failures import RunFailed
 from .launcher import Run, Runs, changed_settings, launch, runs
 from .rundir import STOPPED_EXIT_CODE
 from .slices import run_slices
-from .trackers import sync_wandb
+from .syncing import sync
 
 # %% ../nbs/13_cli.ipynb #40d17701
 def _take(arguments: list[str], flag: str) -> str | None:
@@ -87,6 +87,10 @@ def describe(run: Run) -> str:
         lines.append(f"{'model' if run.config.tuning == 'full' else 'adapter':9} {status['export']}")
     if status.get("merged"):
         lines.append(f"merged    {status['merged']}")
+    if status.get("pushed_to"):
+        lines.append(f"uploaded  {status['pushed_to']}")
+    if status.get("not_uploaded"):
+        lines.append(f"not there {', '.join(status['not_uploaded'])}; to upload: multigpu-ft sync {path}")
     if status.get("skipped_steps"):
         lines.append(f"skipped   {status['skipped_steps']} steps, whose gradient was not finite")
     if run.state == "stopped":
@@ -171,21 +175,23 @@ def _evaluate(arguments: list[str], as_json: bool) -> dict[str, Any]:
         print(evaluation)
     return {"folder": str(evaluation.folder), **json.loads((evaluation.folder / "evaluation.json").read_text())}
 
-# %% ../nbs/13_cli.ipynb #23e198be
-def _sync_run(run_dir: tyro.conf.Positional[str]) -> list[str]:
-    """Upload what W&B lacks of a run, because there was no network or no key.
+# %% ../nbs/13_cli.ipynb #cc9ecd90
+def _which_run(run: tyro.conf.Positional[str]) -> str:
+    """Send what a run could not send while it trained.
 
     Args:
-        run_dir: the run's directory
+        run: its directory
     """
-    return sync_wandb(run_dir)
+    return run
 
 
 def _sync(arguments: list[str], as_json: bool) -> dict[str, Any]:
-    uploaded = tyro.cli(_sync_run, args=arguments, prog="multigpu-ft sync")
-    if not as_json:
-        print("\n".join(f"uploaded to W&B: {name}" for name in uploaded) or "nothing is left to upload")
-    return {"wandb": uploaded}
+    result = sync(tyro.cli(_which_run, args=arguments, prog="multigpu-ft sync"))
+    if not as_json and (url := result.get("hub", {}).get("pushed_to")):
+        print(f"uploaded  {url}")
+    if not as_json and "wandb" in result:
+        print(f"W&B       {', '.join(result['wandb']['uploaded']) or 'has everything'}")
+    return result
 
 # %% ../nbs/13_cli.ipynb #def69a63
 def _doctor(arguments: list[str], as_json: bool) -> dict[str, Any]:
@@ -201,7 +207,9 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-_VERBS = {"train": _train, "slices": _slices, "evaluate": _evaluate, "runs": _runs, "sync": _sync, "presets": _presets, "doctor": _doctor}
+_VERBS = {
+    "train": _train, "slices": _slices, "evaluate": _evaluate, "runs": _runs, "sync": _sync, "presets": _presets, "doctor": _doctor,
+}
 
 
 def main() -> None:

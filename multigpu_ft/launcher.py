@@ -26,6 +26,7 @@ from .config import CheckpointError, ConfigError, RunConfig
 from .data import count_rows
 from .failures import ending, failure_of, tail
 from .figures import figures_as_png, loss_figure, save_png
+from .hub import check_access, find_remote, parse_hub
 from .lineage import find_checkpoints, is_foreign, ledger_remarks, read_progress, sweep
 from .machine import default_run_root, for_this_machine, session_end, use_secrets
 from .panel import LiveLine, Panel, Place, age, has_viewer, progress_line, react_to_widgets, say
@@ -349,11 +350,13 @@ def _launch_run(cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | 
     num_rows = count_rows(cfg)
     end_idx = cfg.slice_end(num_rows) if num_rows is not None else None
     sweep(Path(cfg.run_root))
-    origin, remarks = _origin(cfg, end_idx)
+    access, (origin, remarks, revision) = check_access(cfg), _origin(cfg, end_idx)
+    remarks = [*access, *remarks]
     run_dir = RunDir.create(cfg, end_idx)
     say("\n".join([f"{run_dir.name}: {origin}", *(f"{run_dir.name}: {remark}" for remark in remarks)]))
     parent = {} if detach else {"launcher": os.getpid()}
-    run_dir.update_status(state="starting", pids=parent, host=socket.gethostname(), launched=time.time(), session_end=session_end())
+    pinned = {"resumed_revision": revision} if revision else {}
+    run_dir.update_status(state="starting", pids=parent, host=socket.gethostname(), launched=time.time(), session_end=session_end(), **pinned)
     run = Run(run_dir, agent := start_agent(run_dir))
     try:
         run_dir.update_status(pids={**parent, "agent": agent.pid})
@@ -403,18 +406,21 @@ def runs(run_root: str | Path | None = None) -> Runs:
     return found
 
 
-def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str]]:
-    "What the run will go on from, in words, and what is odd about that. The ranks make sure that it is whole."
+def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str], str | None]:
+    "What the run will go on from, in words, what is odd about that, and the revision if it is on the Hub. The ranks make sure that it is whole."
+    what = "continues from" if cfg.resume_scope == "all" else "starts from the weights of"
+    end = end_idx if end_idx is not None else cfg.start_idx + cfg.slice_size
+    if parse_hub(cfg.resume_file):
+        remote = find_remote(cfg)
+        return f"{what} {remote}", ledger_remarks(remote.trained, cfg.start_idx, end), remote.revision
     candidates = find_checkpoints(cfg)
     if not candidates:
-        return f"starts from the base model{'' if cfg.resume_file == 'none' else f'; there is no checkpoint of it and its data under {cfg.run_root}'}", []
+        return f"starts from the base model{'' if cfg.resume_file == 'none' else f'; there is no checkpoint of it and its data under {cfg.run_root}'}", [], None
     newest = candidates[0]
     if is_foreign(newest):
-        return f"starts from the weights in {newest}", []
-    what = "continues from" if cfg.resume_scope == "all" else "starts from the weights of"
+        return f"starts from the weights in {newest}", [], None
     try:
         trained = read_progress(newest)["trained"]
     except CheckpointError:
         trained = []
-    remarks = ledger_remarks(trained, cfg.start_idx, end_idx if end_idx is not None else cfg.start_idx + cfg.slice_size)
-    return f"{what} checkpoint {newest.name} of {newest.parents[1].name}", remarks
+    return f"{what} checkpoint {newest.name} of {newest.parents[1].name}", ledger_remarks(trained, cfg.start_idx, end), None

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .checkpoints import find_damage
 from .config import CheckpointError, RunConfig
-from .lineage import difference, find_checkpoints, is_foreign, read_commit
+from .lineage import at_home, difference, find_checkpoints, is_foreign, read_commit
 from .rundir import RunDir
 from .strategies import World
 
@@ -48,7 +48,7 @@ def choose_checkpoint(cfg: RunConfig, run_dir: RunDir, world: World, stored: dic
         if problem := find_damage(path, world):
             broken.append(f"checkpoint {path.name} of {path.parents[1].name} is damaged: {problem}")
             continue
-        if differ := difference({"tokenizer": None, **read_commit(path)["fingerprint"]}, stored, cfg.resume_scope):
+        if differ := difference({"tokenizer": None, **at_home(read_commit(path)["fingerprint"], cfg)}, stored, cfg.resume_scope):
             raise CheckpointError(f"checkpoint {path.name} belongs to another run ({differ}). Use resume_file='none' to start from the base model.")
         return path, [f"{text}; an older one is taken, {path.name} of {path.parents[1].name}" for text in broken]
     if broken:

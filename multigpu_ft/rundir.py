@@ -16,11 +16,12 @@ from typing import Any
 from .config import CheckpointError, ConfigError, RunConfig
 
 # %% auto #0
-__all__ = ['COMMIT_FILE', 'PARTIAL', 'LIVE_STATES', 'FINAL_STATES', 'STOPPED_EXIT_CODE', 'write_json', 'RunDir', 'commit_digest',
-           'read_commit', 'saved_at', 'short_name']
+__all__ = ['COMMIT_FILE', 'PARTIAL', 'HUB_FILE', 'LIVE_STATES', 'FINAL_STATES', 'STOPPED_EXIT_CODE', 'write_json', 'RunDir',
+           'commit_digest', 'read_commit', 'saved_at', 'short_name']
 
 # %% ../nbs/00_rundir.ipynb #bed5d367
 COMMIT_FILE, PARTIAL = "commit.json", ".partial"  # a checkpoint that is being written, or taken away, has a name that ends so
+HUB_FILE = "hub.json"  # what went to the Hub, or in a folder of checkpoints that came from there, where they are from
 LIVE_STATES = ("starting", "running", "stopping")
 FINAL_STATES = ("done", "stopped", "failed")
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, not failed, to be tried again later

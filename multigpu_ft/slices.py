@@ -155,7 +155,8 @@ def run_slices(cfg: RunConfig) -> Slices:
             continue
         following = {"resume_file": "auto", "resume_scope": "all"}
         if not any(run.dir.checkpoints() for run in slices.runs()):  # the first takes up what was asked for; all others go on from the series itself
-            following = {"resume_file": str(find_checkpoints(cfg)[0]) if cfg.resume_file not in ("auto", "none") else cfg.resume_file}
+            named = [] if cfg.resume_file in ("auto", "none") else find_checkpoints(cfg)  # none of a checkpoint on the Hub
+            following = {"resume_file": str(named[0]) if named else cfg.resume_file}
         hours = {} if cfg.max_hours is None else {"max_hours": max(1e-3, cfg.max_hours - (time.monotonic() - begun) / 3600)}
         settings = slices.config.replace(start_idx=start, end_idx=end, **hours, **following)
         interrupted = _run_one(slices, settings, slices.folder / f"slice-{start}-{end}.ipynb")

@@ -40,7 +40,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -49,16 +48,17 @@ from .batches import Epoch, Order, Step, epoch_steps
 from .checkpoints import CheckpointWriter, Save, checkpoint_bytes, load_checkpoint, room_for
 from .data import Texts, evaluation_config, find_label_names, load_texts
 from .early_stopping import Evaluations
-from .evaluating import evaluating, step_loss, to_device
-from .exports import export_model, hub_token, push_export
+from .evaluating import step_loss, to_device
+from .exports import export_model
 from .histograms import histograms
-from .lineage import find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
-from .losses import choose_packing, self_check
+from .hub import check_access, parse_hub, pull
+from .lineage import contents, find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
+from .loading import wait_for_rank_0
 from .machine import outputs_folder, use_secrets
 from .models import load_tokenizer, order_labels
 from .optimizers import learning_rate
 from .pace import Pace
-from .preparing import prepare_model
+from .preparing import prepare_model, settle_packing
 from .progress import Progress, next_progress
 from .resuming import choose_checkpoint, seed_everything, tokenizer_digest
 from .rundir import saved_at
@@ -66,6 +66,7 @@ from .strategies import Single, World, join_world
 from .tokens import TokenizedTexts, tokenize
 from .trackers import Trackers, check_trackers
 from .tracking import Interval, Stopwatch, Tracker, flops_per_token
+from .uploads import Uploader
 
 # %% ../nbs/06_training.ipynb #4969ee58
 def train_step(
@@ -109,8 +110,7 @@ class Training:
         self.run_dir, self.stop, self.cfg = run_dir, stop, run_dir.config()
         use_secrets()
         check_trackers(self.cfg)
-        if self.cfg.hf_repo:
-            hub_token()
+        access = check_access(self.cfg) if os.environ.get("RANK", "0") == "0" else []
         names = find_label_names(self.cfg) if self.cfg.task == "classification" else None
         find_checkpoints(self.cfg, run_dir)  # a wrong name is told before the model is loaded
         self.tokenizer = load_tokenizer(self.cfg)
@@ -129,6 +129,7 @@ class Training:
         self.tracker = Tracker(run_dir, self.world.is_main)
         self.tracker.status(pids={**run_dir.status().get("pids", {}), "ranks": pids}, host=socket.gethostname())
 
+        self._bring_from_hub()
         stored = {**fingerprint(self.cfg), "tokenizer": tokenizer_digest(self.tokenizer), "labels": self.label_names}
         checkpoint, remarks = choose_checkpoint(self.cfg, run_dir, self.world, stored)
         again = bool(checkpoint) and checkpoint.is_relative_to(run_dir.path)  # started again: it goes on where it was, whatever it began with
@@ -140,14 +141,15 @@ class Training:
         if self.world.size > 1:
             self.strategy.unwrap_model().get_input_embeddings().register_forward_hook(self._await_last_gradient)
         saved = self._resume(checkpoint)
-        packing, about["packing_reason"] = self._choose_packing(saved)
+        begun = saved.order["packing"] if saved and saved.is_of(self.cfg, self.slice.end_idx) and self.cfg.resume_scope == "all" else None
+        packing, about["packing_reason"], about["chunked_loss"] = settle_packing(self.cfg, self.strategy, self.texts, begun)
         order = Order.of(self.cfg, packing, len(self.texts), self.world.size, self.texts.digest)
         self.progress = Progress(self.slice.start_idx, self.slice.end_idx, self.cfg.initial_epoch, order=asdict(order), earlier=prepared.trained)
         if saved:
             self.progress = next_progress(saved, self.cfg, self.slice.end_idx, order)
         self.order = Order(**self.progress.order)
         self.tracker.rewind(self.progress.step)
-        for remark in [*remarks, *ledger_remarks(saved.trained() if saved else prepared.trained, self.slice.start_idx, self.slice.end_idx)]:
+        for remark in [*access, *remarks, *ledger_remarks(saved.trained() if saved else prepared.trained, self.slice.start_idx, self.slice.end_idx)]:
             self.tracker.remark(remark)
         if self.order.rows_a_step != order.rows_a_step:
             self.tracker.remark(
@@ -160,7 +162,8 @@ class Training:
             self.tracker.remark("the disk has room for one checkpoint, so only the last one is written, at the end or when the run is stopped")
         self.evaluations = Evaluations(self.cfg, run_dir, self.strategy, self.tracker, self.progress, eval_texts, len(self.label_names or []))
         self.evaluations.check_room(self.room)
-        self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, stored)
+        self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, {**stored, "contents": contents(self.cfg)})
+        self.uploader = Uploader(run_dir) if self.cfg.hf_repo and self.world.is_main else None
         self.earlier_steps = self.progress.optimizer_step - self.progress.slice_step if self.progress.optimizer_step else 0
         self.total_steps = self._count_steps()
         began, save_bytes = run_dir.status(), checkpoint_bytes(self.cfg, self.strategy)
@@ -198,6 +201,19 @@ class Training:
                 path.unlink()
             self.run_dir.update_status(state="starting", launched=time.time(), message=None, failure=None, activity=None)
 
+    def _bring_from_hub(self) -> None:
+        "If the checkpoint to go on from is on the Hub, bring it to the disk, unless this run has one of its own by now. A collective."
+        found: list[Any] = [None]
+        if self.world.is_main and parse_hub(self.cfg.resume_file) and not self.run_dir.checkpoints():
+            self.tracker.status(activity=f"fetching {self.cfg.resume_file}")
+            path, remote = pull(self.cfg, self.run_dir.path.parent, self.run_dir.status().get("resumed_revision"))
+            self.tracker.status(activity=None, resumed_revision=remote.revision)
+            self.tracker.remark(f"continues from {remote}")
+            found[0] = str(path)
+        wait_for_rank_0()
+        dist.broadcast_object_list(found, src=0)
+        self.cfg = self.cfg.replace(resume_file=found[0]) if found[0] else self.cfg
+
     def _resume(self, checkpoint: Path | None) -> Progress | None:
         "Take up the state of `checkpoint`. Random numbers of another number of ranks cannot be taken up; new ones are begun then."
         known = bool(checkpoint) and not is_foreign(checkpoint)
@@ -208,30 +224,6 @@ class Training:
         "The last gradient but the embedding's own is there: from here to the end of the backward pass a rank mostly waits for others."
         if output.requires_grad:
             output.register_hook(lambda _: self.watch.begin("communication"))
-
-    def _choose_packing(self, saved: Progress | None) -> tuple[str, str]:
-        "The packing and the reason for it. Also finds out whether the loss may be computed in chunks. A collective."
-        core, model = getattr(self.strategy.model, "module", self.strategy.model), self.strategy.unwrap_model()
-        if self.label_names:
-            return choose_packing(self.cfg, {}, self.texts, model, self.world.size)
-
-        def losses_of(batch: dict[str, Any], chunked: bool) -> torch.Tensor:
-            core.chunked = chunked
-            return self.strategy.forward(**to_device(batch, self.world.device))[1]
-
-        two = [self.texts[int(i)] for i in np.argsort(-self.texts.lengths, kind="stable")[:2]]
-        with evaluating(self.strategy.model):
-            exact = self_check(
-                losses_of, two if len(two) == 2 else two * 2, self.texts.pad_id, self.strategy.dtype, self.cfg.max_length,
-                masks=self.cfg.attn_implementation != "flash_attention_2",
-            )
-        exact = {way: self.world.max(float(not fine)) == 0 for way, fine in exact.items()}  # a rank on its own way would wait for ever
-        core.chunked = exact["chunked"]
-        self.tracker.status(chunked_loss=core.chunked)
-        same_slice = saved and saved.is_of(self.cfg, self.slice.end_idx) and self.cfg.resume_scope == "all"
-        if self.cfg.packing == "auto" and same_slice and exact.get(saved.order["packing"], True):
-            return saved.order["packing"], "as the slice began"
-        return choose_packing(self.cfg, exact, self.texts, model, self.world.size)
 
     def _count_steps(self) -> int:
         "Optimizer steps on this slice from its beginning to the end of the plan."
@@ -282,10 +274,14 @@ class Training:
         }
 
     def finish(self, outcome: dict[str, Any]) -> None:
-        "Push if asked to, then write the last status. No collective: an upload may take longer than a peer would wait."
-        if self.cfg.hf_repo and outcome["state"] == "done" and self.world.is_main:
-            self.tracker.status(activity=f"pushing to {self.cfg.hf_repo}")
-            outcome["pushed_to"] = push_export(Path(outcome.get("merged", outcome["export"])), self.cfg.hf_repo)
+        "Wait for uploads, if there are any, then write the last status. No collective: an upload may take longer than a peer would wait."
+        if self.uploader:
+            known = {name: value for name, value in outcome.items() if name != "state"}  # the model card is made from it
+            self.tracker.status(**{**known, "activity": f"uploading to {self.cfg.hf_repo}"})
+            about, remarks = self.uploader.finish(lambda: self.stop.requested or self.run_dir.stop_requested(), self.tracker.heartbeat)
+            outcome |= about
+            for remark in remarks:
+                self.tracker.remark(remark)
         self.tracker.status(activity="concluding the trackers" if self.cfg.trackers else None)
         for text in self.trackers.close():
             self.tracker.remark(text)
@@ -413,6 +409,8 @@ class Training:
             took = {"step": save.step, "bytes": save.bytes, "stall_s": round(save.stall_s, 4), "seconds": round(save.seconds, 3)}
             self.tracker.status(checkpoint=save.path.name, save=took, best=self.evaluations.best)
             self.trackers.log_checkpoint(save.path, save.step)
+            for trouble in self.uploader.trouble() if self.uploader else []:
+                self.tracker.remark(trouble)
 
 # %% ../nbs/06_training.ipynb #bc29fd1c
 def main(run_dir: RunDir, stop: StopSignal) -> None:
