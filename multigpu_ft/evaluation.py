@@ -47,7 +47,7 @@ def fetch_export(repo: str) -> Path:
             "and HF_TOKEN if it is private."
         ) from None
 
-# %% ../nbs/10c_evaluation.ipynb #2dc31c60
+# %% ../nbs/10c_evaluation.ipynb #8f157bce
 def _find_subjects(runs: list[RunDir], base: str | None, checkpoint: Any, hf_repo: str | None, run_root: str | None) -> list[Subject]:
     if hf_repo is not None:
         if runs or checkpoint is not None:
@@ -74,7 +74,7 @@ def _make_plan(
     newest, remarks = subjects[-1], []
     made_from = newest.config
     if base is not None and not _same(base, made_from.model):
-        remarks.append(f"{newest.name} was made from {made_from.model}, and is compared with {base}")
+        remarks.append(f"{newest.name} was made from {made_from.model}, and is compared with {base}.")
         made_from = made_from.replace(model=base, revision=None)
     computed = of_the_model(made_from, **_given(computing))
     if _given(rows):
@@ -83,7 +83,7 @@ def _make_plan(
         target, why = held_out_rows(subjects)
         target = target.replace(**_given(fields))
     if why == NOTHING_HELD_OUT:
-        remarks.append(f"rows {target.start_idx}-{target.end_idx} are {why}")
+        remarks.append(f"Rows {target.start_idx:,}-{target.end_idx:,} are {why}.")
     target = target.replace(max_length=computed.max_length)
     second = named_rows(target, **forgetting) if forgetting["dataset"] else None
     along = not base and newest.config.model == str(newest.path / "base")  # a base that came with its adapter, and has no tokenizer

@@ -45,7 +45,7 @@ def trained(material, tmp_path_factory):
     server = faults.Server(material / "model", "peft", "torch.distributed.checkpoint.state_dict")
     adapter = {"tuning": "lora", "lora_r": 4, "lora_dropout": 0.0, "strategy": "single", "nproc": 1}
     settings = {
-        "full": {"save_every": 4}, "lora": adapter, "labels": {**adapter, "task": "classification"},
+        "full": {"save_every": 4}, "lora": {**adapter, "merge_adapter": True}, "labels": {**adapter, "task": "classification"},
         "chat": {**adapter, "task": "chat", "model": str(root / "talker"), "dataset": str(root / "chats.jsonl")},
     }
     runs = {}
@@ -93,7 +93,7 @@ def rows_of(cfg, start=TRAINED):
 
 @pytest.mark.parametrize("kind", ["full", "lora", "labels", "chat"])
 def test_losses_are_those_of_plain_transformers(trained, kind, alone):
-    run, made = trained[kind], plan(trained[kind])
+    run, made = trained[kind], plan(trained[kind], samples=1, max_new_tokens=2)
     cfg, measured = run.config(), score(made)
     tuned, tokenizer = load_export(run.path / "export")
     names = measured.label_names
@@ -110,6 +110,10 @@ def test_losses_are_those_of_plain_transformers(trained, kind, alone):
         assert kind != "labels" or measured.target.predicted[name].tolist() == predicted
     assert measured.about["activity"][newest]["differing_examples"] > 0.9
     assert measured.about["adapter_active"] is (None if kind == "full" else True)
+    assert len(measured.samples) == (kind != "labels") and all(len(sample["texts"]) == 2 for sample in measured.samples)
+    if kind == "chat":
+        asked = {row["messages"][0]["content"] for row in rows_of(cfg)}
+        assert any(measured.samples[0]["prompt"].endswith(words) for words in asked), "the conversation up to the assistant's turn"
     if kind == "labels":
         assert "no head for labels" in measured.about["remarks"][0] and measured.target.targets.tolist() == [1] * HELD_OUT
 
@@ -152,7 +156,14 @@ def test_a_model_is_no_better_than_itself(trained, alone, tmp_path):
     subject = export_subject(tmp_path / "twin", base=cfg.model)
     measured = score(Plan(cfg, [subject], named_rows(cfg, start_idx=TRAINED)))
     assert np.array_equal(measured.target.losses["base"], measured.target.losses["twin"])
-    assert "the model twin changes nothing" in measured.about["remarks"][0]
+    assert "The model twin changes nothing" in measured.about["remarks"][0]
+
+
+def test_an_adapter_in_the_weights_is_the_same_model(trained, alone):
+    beside, merged = (score(plan(trained["lora"], name)) for name in ("export", "merged"))
+    assert beside.about["adapter_active"] is True and merged.about["adapter_active"] is None
+    (_, one), (_, other) = beside.target.losses.items(), merged.target.losses.items()
+    assert np.abs(one[1] - other[1]).max() < 1e-4
 
 
 def test_an_adapter_that_does_nothing_is_found(trained, alone, tmp_path):
@@ -160,10 +171,10 @@ def test_an_adapter_that_does_nothing_is_found(trained, alone, tmp_path):
     add_adapter(cfg, AutoModelForCausalLM.from_pretrained(cfg.model)).save_pretrained(tmp_path / "idle")
     subject = export_subject(tmp_path / "idle")
     assert subject.config.model == cfg.model, "its own configuration tells the base"
-    both = [subject, *find_subjects([trained["lora"]], None, None)]
+    both = [*find_subjects([trained["lora"]], None, None), subject]
     measured = score(Plan(cfg, both, named_rows(cfg, start_idx=TRAINED)))
     assert measured.about["adapter_active"] is False and "every B is zero" in measured.about["remarks"][0]
-    assert [said["active"] for said in measured.about["activity"].values()] == [False, True]
+    assert [said["active"] for said in measured.about["activity"].values()] == [True, False]
 
 
 def test_an_export_without_its_run_knows_base_and_data(trained, alone, tmp_path):

@@ -58,6 +58,7 @@ def test_exported_code_needs_no_notebook_tooling_and_stays_small(room):
     ("import multigpu_ft", "torch transformers pydantic numpy matplotlib IPython"),
     ("from multigpu_ft import RunConfig; RunConfig()", "torch transformers numpy matplotlib"),
     ("from multigpu_ft import launch", "torch transformers datasets matplotlib"),
+    ("from multigpu_ft import evaluate", "torch transformers datasets"),
 ])
 def test_the_kernel_side_imports_no_torch(statement, absent):
     code = f"import sys; {statement}; loaded = set(sys.modules) & set({absent.split()!r}); assert not loaded, loaded"
