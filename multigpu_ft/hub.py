@@ -27,7 +27,7 @@ from .config import CheckpointError, ConfigError, RunConfig
 from .lineage import HUB_PREFIX, PROGRESS_FILE, digest, discard, flush, read_progress, refuse_stranger, verify_checkpoint
 from .rundir import COMMIT_FILE, HUB_FILE, PARTIAL, read_commit, write_json
 
-# %% ../nbs/04e_hub.ipynb #05b15fd5
+# %% ../nbs/04e_hub.ipynb #71b9bf1d
 _SILENCE_S = (15.0, 120.0, 60.0, 60.0)  # to connect, to answer, to take what is sent, to get a free connection
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 
@@ -100,7 +100,7 @@ def may_pass(error: BaseException) -> bool:
             return False
         if isinstance(e, HfHubHTTPError):
             return getattr(e.response, "status_code", 500) in (*_BUSY, 409, 412)  # the last two: somebody else has just written there
-    return isinstance(error, (OSError, RuntimeError)) and not isinstance(error, FileNotFoundError)
+    return isinstance(error, (OSError, RuntimeError)) and not isinstance(error, (FileNotFoundError, PermissionError))
 
 
 def persist(do: Callable[[], Any], patience: Patience, progress: Callable[[], Any] = lambda: None, pause: Callable[[float], None] = time.sleep) -> Any:
@@ -124,7 +124,7 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(root[0]).splitlines() if line.strip()] or [type(root[0]).__name__]
     return re.sub(r"\?\S+", "", " ".join(lines[:2]))[:300]
 
-# %% ../nbs/04e_hub.ipynb #cfdc0448
+# %% ../nbs/04e_hub.ipynb #9ad23b02
 _ANSWER_S = 15.0  # a question before training; nobody is kept waiting longer
 
 
@@ -185,7 +185,7 @@ def _may_write(user: dict[str, Any], repo: str) -> str | None:
 def check_access(cfg: RunConfig, answer_s: float = _ANSWER_S) -> list[str]:
     """Whether `cfg.hf_repo` can be written to, asked before training starts; remarks for the user. Without hf_repo nothing is asked.
 
-    Raises `CheckpointError` for a token that is missing, not accepted or may not write there. If the Hub gives no answer within `answer_s` seconds, that is a remark.
+    Raises `CheckpointError` for a token that is missing, not accepted or may not write there. No answer within `answer_s` seconds is a remark.
     """
     if not cfg.hf_repo:
         return []
@@ -360,10 +360,7 @@ def _find(repo: str, name: str | None, revision: str | None) -> Remote:
             raise CheckpointError(f"checkpoint {newest} of {repo} is damaged: {error}") from None
     return Remote(repo, revision, newest, commit, small, trained)
 
-# %% ../nbs/04e_hub.ipynb #e59ca602
-_CHUNK = 2**20
-
-
+# %% ../nbs/04e_hub.ipynb #894f579e
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     "One process at a time; a lock that ends with its holder."
@@ -447,7 +444,7 @@ def _download(client: Any, remote: Remote, part: Path, size: int) -> None:
         hf_raise_for_status(response)
         if have and response.status_code != 206:  # the server sends it from the beginning
             file.truncate(0)
-        for chunk in response.iter_bytes(_CHUNK):
+        for chunk in response.iter_bytes():  # as it comes; of larger pieces one would be lost when the connection breaks
             file.write(chunk)
             if file.tell() > size:
                 break

@@ -34,7 +34,7 @@ from .hub import Patience, client_factory, fetch_small, folders, hub_token, may_
 from .lineage import PROGRESS_FILE, digest
 from .rundir import COMMIT_FILE, HUB_FILE, RunDir, read_commit, write_json
 
-# %% ../nbs/04f_uploads.ipynb #c6b4b006
+# %% ../nbs/04f_uploads.ipynb #c014d85b
 _EXPORT = "export"
 
 
@@ -68,7 +68,7 @@ def wanted(run: RunDir) -> dict[str, str]:
 
 
 def read_record(run: RunDir) -> dict[str, Any]:
-    "hub.json: `repo`, `url`, `uploaded` (names with digest and the Hub's commit), `pending`, `error`, `attempts`, `time`."
+    "hub.json: `repo`, `url`, `uploaded` (names with digest and the Hub's commit), `pending`, `attempts`, `error` and whether it is `lasting`, `time`."
     try:
         record = json.loads((run.path / HUB_FILE).read_text())
     except (FileNotFoundError, ValueError):
@@ -225,7 +225,7 @@ def _without_folder(adapter_config: Path) -> bytes:
         return json.dumps(settings, indent=2, sort_keys=True).encode()
     return adapter_config.read_bytes()
 
-# %% ../nbs/04f_uploads.ipynb #c42ee291
+# %% ../nbs/04f_uploads.ipynb #f801ff50
 def push_run(
     run: RunDir, patience: Patience | None = None, ending: Callable[[], bool] = lambda: True, pause: Callable[[float], None] = time.sleep
 ) -> list[str]:
@@ -241,7 +241,7 @@ def push_run(
         write_json(run.path / HUB_FILE, record)
 
     def attempt() -> None:
-        note(attempts=record["attempts"] + 1)
+        note(attempts=record["attempts"] + 1, lasting=False)
         try:
             _send(run, record, note, arrived.append)
         except Exception as error:
@@ -282,7 +282,7 @@ def _send(run: RunDir, record: dict[str, Any], note: Callable[[], None], arrived
     if damage:
         raise damage
 
-# %% ../nbs/04f_uploads.ipynb #8f681d0d
+# %% ../nbs/04f_uploads.ipynb #d0162ba7
 _LOOK_S, _LATER_S = 1.0, 300.0  # between two looks for something new; until all is tried again after the patience was at an end
 _STUCK_S, _HURRIED_S = 180.0, 20.0  # without anything moving; for somebody who wants the run to end
 
@@ -292,6 +292,10 @@ class Uploader:
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._told = run, set()
+        self._start()
+
+    def _start(self) -> None:
+        run = self._run
         command = [sys.executable, "-u", "-m", "multigpu_ft.uploads", str(run.path), str(os.getpid())]
         environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         with open(run.log_file("hub"), "ab") as log:
@@ -311,9 +315,13 @@ class Uploader:
         `hurried`: whether somebody wants the run to end.
         """
         self._process.stdin.close()
-        seen, since, hurried_since = None, time.monotonic(), None
+        seen, since, hurried_since, again = None, time.monotonic(), None, False
         last = self._run.status().get("session_end") or float("inf")
-        while self._process.poll() is None:
+        while (code := self._process.poll()) is None or (code and not again):
+            if code:  # killed, perhaps for want of memory; another one goes on where it was
+                again = True
+                self._start()
+                self._process.stdin.close()
             now, moved = time.monotonic(), self._moved()
             if moved != seen:
                 seen, since = moved, now

@@ -77,7 +77,8 @@ class Hub:
 
     def __init__(self, folder, seed=0):
         self.folder, self.faults, self.lock = Path(folder), Faults(seed), threading.RLock()
-        self.repos, self.uploads, self.violations, self.requests, self.received = {}, {}, [], [], 0
+        self.repos, self.uploads, self.violations, self.requests = {}, {}, [], []
+        self.received = self.sent = 0  # bytes of large files
         (self.folder / "objects").mkdir(parents=True)
         hub = self
 
@@ -120,7 +121,6 @@ class Hub:
         revisions = self.repos[repo]["revisions"]
         body = json.dumps([len(revisions), message, tree, repo], sort_keys=True)
         revisions.append({"sha": hashlib.sha1(body.encode()).hexdigest(), "tree": tree, "message": message})
-        self.violations += [f"{repo} {message}: {problem}" for problem in incomplete(self, tree)]
         return revisions[-1]["sha"]
 
     def revision(self, repo, name):
@@ -167,7 +167,7 @@ def incomplete(hub, tree):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    protocol_version, disable_nagle_algorithm, wbufsize = "HTTP/1.1", True, -1
     hub: Hub
 
     def log_message(self, *_):
@@ -251,6 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
         for start in range(0, end, 16384):
             piece = content[start : min(end, start + 16384)]
             self.wfile.write(piece)
+            self.hub.sent += len(piece) if self.path_only.startswith("/objects/") else 0
             if speed := faults.bytes_per_second:
                 time.sleep(len(piece) / speed)
         self.wfile.flush()
@@ -403,6 +404,7 @@ class _Handler(BaseHTTPRequestHandler):
                     for p in gone:
                         del tree[p]
             sha = self.hub.commit(repo, tree, lines[0]["value"]["summary"])
+            self.hub.violations += [f"{repo} {lines[0]['value']['summary']}: {problem}" for problem in incomplete(self.hub, tree)]
         self.reply(200, {"commitUrl": f"{self.hub.url}/{repo}/commit/{sha}", "commitOid": sha, "success": True})
 
     def resolve(self, repo, revision, path):
@@ -413,11 +415,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(404, "EntryNotFound", "Entry not found")
         about = {"X-Repo-Commit": at["sha"], "ETag": f'"{file["sha"] if file["lfs"] else file["oid"]}"', "Accept-Ranges": "bytes"}
         if file["lfs"]:
-            where = {"Location": f"{self.hub.url}/objects/{file['sha']}?signature=secret"}
+            where = {"Location": f"{self.hub.url.replace('127.0.0.1', 'localhost')}/objects/{file['sha']}?signature=secret"}  # another host, as the Hub's is
             return self.send(302, b"", {**about, **where, "X-Linked-Etag": f'"{file["sha"]}"', "X-Linked-Size": str(file["size"])})
         self.content(file["sha"], about)
 
     def stored(self, sha):
+        if self.headers.get("Authorization"):
+            raise Refused(400, "", "the token belongs to the Hub, not to the place where it keeps files")
         self.content(sha, {"ETag": f'"{sha}"', "Accept-Ranges": "bytes"})
 
     def content(self, sha, about):
@@ -447,7 +451,7 @@ _ROUTES = [
 
 def environment(hub, token=WRITE):
     "For processes that are to find `hub`."
-    switches = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": ""}
+    switches = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "0"}
     return {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token or "", "HF_HOME": str(hub.folder / "home"), **switches}
 
 
