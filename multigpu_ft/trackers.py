@@ -50,7 +50,7 @@ def _settings(run_dir: RunDir) -> dict[str, Any]:
     status = run_dir.status()
     return {**run_dir.config().model_dump(), **{f"decided_{name}": status.get(name) for name in _FACTS}}
 
-# %% ../nbs/05c_trackers.ipynb #0b366f9e
+# %% ../nbs/05c_trackers.ipynb #f188caf9
 _BLOCK = 32768  # of W&B's log format
 
 
@@ -133,6 +133,15 @@ _PRIVATE = {  # that nothing goes to W&B or its files but what we log; names tha
 }
 
 
+def _import_wandb() -> Any:
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    for name in ("WANDB_DEBUG", "WANDB_CORE_DEBUG"):
+        os.environ[name] = "false"  # what it logs then has the key in it
+    import wandb
+
+    return wandb
+
+
 def _init(run_dir: RunDir, line: str, config: dict[str, Any], mode: str, **settings: Any) -> Any:
     "The W&B run of a line."
     import wandb
@@ -191,12 +200,14 @@ class Wandb:
         def log(run: Any) -> None:
             import wandb
 
-            artifact = wandb.Artifact(f"checkpoints-{self._line}", type="model", metadata={"step": step, "files": files})
-            try:
-                artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
-            except ValueError:  # it has been deleted by now, in favour of a newer one
+            if not path.exists():  # deleted by now, in favour of a newer one
                 return
-            run.log_artifact(artifact, aliases=["latest", path.name])
+            try:
+                artifact = wandb.Artifact(f"checkpoints-{self._line}", type="model", metadata={"step": step, "files": files})
+                artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
+                run.log_artifact(artifact, aliases=["latest", path.name])
+            except Exception as error:  # the curve is worth more
+                self.remarks.put(f"checkpoint {path.name} is no artifact of W&B: {_in_short(error)}")
         self._later(log)
 
     def _later(self, job: Callable[[Any], None]) -> None:
@@ -226,9 +237,7 @@ class Wandb:
             self.remarks.put(f"W&B is off for the rest of this run ({_in_short(error)}); {self._remedy}")
 
     def _start(self) -> Any:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb
-
+        wandb = _import_wandb()
         line_files = [path for run in runs_of(self._line, *self._roots) for path in run.path.glob("wandb/*run-*/*.wandb")]
         reason, run = _why_offline(wandb.setup(wandb.Settings(silent=True)).settings), None
         if not reason:
@@ -261,7 +270,7 @@ def _mark_synced(files: list[Path]) -> None:
         with suppress(OSError):  # an earlier session's, which can only be read
             path.with_name(f"{path.name}.synced").touch()
 
-# %% ../nbs/05c_trackers.ipynb #4c8867d1
+# %% ../nbs/05c_trackers.ipynb #4ba82a30
 def sync_wandb(run_dir: str | Path) -> list[str]:
     """Upload what W&B lacks of a run and of those it goes on from. Returns what was uploaded: names of offline runs, and steps that came from metrics.jsonl.
 
@@ -272,9 +281,7 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
     if "wandb" not in cfg.trackers or "line" not in status:
         return []
     check_trackers(cfg)
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    import wandb
-
+    wandb = _import_wandb()
     if reason := _why_offline(wandb.setup(wandb.Settings(silent=True)).settings):
         remedy = "Put a key in WANDB_API_KEY or use `wandb login`, look for the network, unset WANDB_MODE, and try again"
         raise ConfigError(f"nothing was uploaded to W&B: {reason}. {remedy}.")
