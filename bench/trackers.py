@@ -1,8 +1,8 @@
 """What trackers cost a run: seconds from its start to its first step and to its end, with each tracker and without, W&B with a key but no network.
 
-    unshare -rn python bench/trackers.py --json bench/results/trackers.json      # a network namespace with nothing in it but loopback, which is brought up
+    unshare -rn python bench/trackers.py --json bench/results/trackers.json      # a network namespace with nothing in it but loopback
 
-Arms are interleaved. A run is one of the test harness, forked from a process that has torch imported, so that little else is in the numbers; W&B is imported by each.
+Arms are interleaved. A run is one of the test harness, forked from a process that has torch imported, so that little else is in the numbers; each imports W&B.
 """
 import argparse
 import fcntl
@@ -39,7 +39,8 @@ def run(server, cfg):
     assert run_dir.status()["state"] == "done", run_dir.log_file(0).read_text()
     metrics = RunDir(run_dir.path).metrics()
     return {
-        "first_step_s": metrics[0]["time"] - begun, "run_s": ended - begun, "steps": len(metrics), "step_ms": 1000 * statistics.median(m["step_s"] for m in metrics),
+        "first_step_s": metrics[0]["time"] - begun, "run_s": ended - begun, "steps": len(metrics),
+        "step_ms": 1000 * statistics.median(m["step_s"] for m in metrics),
         "remarks": [text.split(".")[0] for text in run_dir.status().get("remarks", [])],
     }
 

@@ -50,7 +50,7 @@ def _settings(run_dir: RunDir) -> dict[str, Any]:
     status = run_dir.status()
     return {**run_dir.config().model_dump(), **{f"decided_{name}": status.get(name) for name in _FACTS}}
 
-# %% ../nbs/05c_trackers.ipynb #f188caf9
+# %% ../nbs/05c_trackers.ipynb #363b391b
 _BLOCK = 32768  # of W&B's log format
 
 
@@ -257,7 +257,7 @@ class Wandb:
                 _log(run, record)
         self._has = max(self._has, has)
         if not reason:
-            _mark_synced(line_files)
+            _mark_synced([path for run in runs_of(self._line, *self._roots) for path in _wandb_files(run)])
         return run
 
 
@@ -270,7 +270,7 @@ def _mark_synced(files: list[Path]) -> None:
         with suppress(OSError):  # an earlier session's, which can only be read
             path.with_name(f"{path.name}.synced").touch()
 
-# %% ../nbs/05c_trackers.ipynb #4ba82a30
+# %% ../nbs/05c_trackers.ipynb #43e9ae78
 def sync_wandb(run_dir: str | Path) -> list[str]:
     """Upload what W&B lacks of a run and of those it goes on from. Returns what was uploaded: names of offline runs, and steps that came from metrics.jsonl.
 
@@ -288,30 +288,36 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
     records = earlier_metrics(run_dir, max((m["step"] for m in run_dir.metrics()), default=0))
     launched = status.get("launched", 0)
     earlier = [run for run in runs_of(status["line"], run_dir.path.parent) if run.status().get("launched", 0) <= launched]
-    files = [path for run in earlier for path in _wandb_files(run) if not _is_synced(path)]
+    files = {path: logged_steps(path) for run in earlier for path in _wandb_files(run) if not _is_synced(path)}
+    waiting: list[Path] = []
+
+    def before_the_files(has: int) -> list[dict[str, Any]]:
+        waiting.extend(path for path, steps in files.items() if steps and steps[0] > has)
+        return [r for r in records if waiting and has < r["step"] < files[waiting[0]][0]]
+
+    def the_rest(has: int) -> list[dict[str, Any]]:
+        return [r for r in records if r["step"] > has]
+
     try:
-        has = _upload(run_dir, status["line"], [])
-        waiting = [path for path in files if (steps := logged_steps(path)) and steps[0] > has]
+        made_up = _upload(run_dir, status["line"], before_the_files)
         if waiting:
             command = [sys.executable, "-m", "wandb", "sync", *(str(path.parent) for path in waiting)]
             subprocess.run(command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True)
-        has = _upload(run_dir, status["line"], records)
+        made_up += _upload(run_dir, status["line"], the_rest)
     except Exception as error:
         raise ConfigError(f"W&B did not take the run: {_in_short(error)}. Look for the key (WANDB_API_KEY) and the network, and try again.") from None
-    _mark_synced(files)
-    rest = [r["step"] for r in records if r["step"] > has]
-    return [path.parent.name for path in waiting] + ([f"steps {rest[0]}-{rest[-1]}"] if rest else [])
+    _mark_synced(list(files))
+    return [path.parent.name for path in waiting] + made_up
 
 
-def _upload(run_dir: RunDir, line: str, records: list[dict[str, Any]]) -> int:
-    "Log those of `records` that W&B lacks. Returns the last step it had."
+def _upload(run_dir: RunDir, line: str, choose: Callable[[int], list[dict[str, Any]]]) -> list[str]:
+    "Log what `choose` says, given the last step that W&B has. Returns that in words."
     run = _init(run_dir, line, _settings(run_dir), "online", finish_timeout=0.0)
-    has = run.starting_step - 1
+    records = choose(run.starting_step - 1)
     for record in records:
-        if record["step"] > has:
-            _log(run, record)
+        _log(run, record)
     run.finish()
-    return has
+    return [f"steps {records[0]['step']}-{records[-1]['step']}"] if records else []
 
 # %% ../nbs/05c_trackers.ipynb #9f412c2f
 _AFTER_FAILURE_S = 3  # the agent gives the ranks 6
