@@ -50,7 +50,7 @@ def _settings(run_dir: RunDir) -> dict[str, Any]:
     status = run_dir.status()
     return {**run_dir.config().model_dump(), **{f"decided_{name}": status.get(name) for name in _FACTS}}
 
-# %% ../nbs/05c_trackers.ipynb #0b366f9e
+# %% ../nbs/05c_trackers.ipynb #363b391b
 _BLOCK = 32768  # of W&B's log format
 
 
@@ -133,6 +133,15 @@ _PRIVATE = {  # that nothing goes to W&B or its files but what we log; names tha
 }
 
 
+def _import_wandb() -> Any:
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    for name in ("WANDB_DEBUG", "WANDB_CORE_DEBUG"):
+        os.environ[name] = "false"  # what it logs then has the key in it
+    import wandb
+
+    return wandb
+
+
 def _init(run_dir: RunDir, line: str, config: dict[str, Any], mode: str, **settings: Any) -> Any:
     "The W&B run of a line."
     import wandb
@@ -191,12 +200,14 @@ class Wandb:
         def log(run: Any) -> None:
             import wandb
 
-            artifact = wandb.Artifact(f"checkpoints-{self._line}", type="model", metadata={"step": step, "files": files})
-            try:
-                artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
-            except ValueError:  # it has been deleted by now, in favour of a newer one
+            if not path.exists():  # deleted by now, in favour of a newer one
                 return
-            run.log_artifact(artifact, aliases=["latest", path.name])
+            try:
+                artifact = wandb.Artifact(f"checkpoints-{self._line}", type="model", metadata={"step": step, "files": files})
+                artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
+                run.log_artifact(artifact, aliases=["latest", path.name])
+            except Exception as error:  # the curve is worth more
+                self.remarks.put(f"checkpoint {path.name} is no artifact of W&B: {_in_short(error)}")
         self._later(log)
 
     def _later(self, job: Callable[[Any], None]) -> None:
@@ -226,9 +237,7 @@ class Wandb:
             self.remarks.put(f"W&B is off for the rest of this run ({_in_short(error)}); {self._remedy}")
 
     def _start(self) -> Any:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb
-
+        wandb = _import_wandb()
         line_files = [path for run in runs_of(self._line, *self._roots) for path in run.path.glob("wandb/*run-*/*.wandb")]
         reason, run = _why_offline(wandb.setup(wandb.Settings(silent=True)).settings), None
         if not reason:
@@ -248,7 +257,7 @@ class Wandb:
                 _log(run, record)
         self._has = max(self._has, has)
         if not reason:
-            _mark_synced(line_files)
+            _mark_synced([path for run in runs_of(self._line, *self._roots) for path in _wandb_files(run)])
         return run
 
 
@@ -261,7 +270,7 @@ def _mark_synced(files: list[Path]) -> None:
         with suppress(OSError):  # an earlier session's, which can only be read
             path.with_name(f"{path.name}.synced").touch()
 
-# %% ../nbs/05c_trackers.ipynb #4c8867d1
+# %% ../nbs/05c_trackers.ipynb #43e9ae78
 def sync_wandb(run_dir: str | Path) -> list[str]:
     """Upload what W&B lacks of a run and of those it goes on from. Returns what was uploaded: names of offline runs, and steps that came from metrics.jsonl.
 
@@ -272,39 +281,43 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
     if "wandb" not in cfg.trackers or "line" not in status:
         return []
     check_trackers(cfg)
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    import wandb
-
+    wandb = _import_wandb()
     if reason := _why_offline(wandb.setup(wandb.Settings(silent=True)).settings):
         remedy = "Put a key in WANDB_API_KEY or use `wandb login`, look for the network, unset WANDB_MODE, and try again"
         raise ConfigError(f"nothing was uploaded to W&B: {reason}. {remedy}.")
     records = earlier_metrics(run_dir, max((m["step"] for m in run_dir.metrics()), default=0))
     launched = status.get("launched", 0)
     earlier = [run for run in runs_of(status["line"], run_dir.path.parent) if run.status().get("launched", 0) <= launched]
-    files = [path for run in earlier for path in _wandb_files(run) if not _is_synced(path)]
+    files = {path: logged_steps(path) for run in earlier for path in _wandb_files(run) if not _is_synced(path)}
+    waiting: list[Path] = []
+
+    def before_the_files(has: int) -> list[dict[str, Any]]:
+        waiting.extend(path for path, steps in files.items() if steps and steps[0] > has)
+        return [r for r in records if waiting and has < r["step"] < files[waiting[0]][0]]
+
+    def the_rest(has: int) -> list[dict[str, Any]]:
+        return [r for r in records if r["step"] > has]
+
     try:
-        has = _upload(run_dir, status["line"], [])
-        waiting = [path for path in files if (steps := logged_steps(path)) and steps[0] > has]
+        made_up = _upload(run_dir, status["line"], before_the_files)
         if waiting:
             command = [sys.executable, "-m", "wandb", "sync", *(str(path.parent) for path in waiting)]
             subprocess.run(command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True)
-        has = _upload(run_dir, status["line"], records)
+        made_up += _upload(run_dir, status["line"], the_rest)
     except Exception as error:
         raise ConfigError(f"W&B did not take the run: {_in_short(error)}. Look for the key (WANDB_API_KEY) and the network, and try again.") from None
-    _mark_synced(files)
-    rest = [r["step"] for r in records if r["step"] > has]
-    return [path.parent.name for path in waiting] + ([f"steps {rest[0]}-{rest[-1]}"] if rest else [])
+    _mark_synced(list(files))
+    return [path.parent.name for path in waiting] + made_up
 
 
-def _upload(run_dir: RunDir, line: str, records: list[dict[str, Any]]) -> int:
-    "Log those of `records` that W&B lacks. Returns the last step it had."
+def _upload(run_dir: RunDir, line: str, choose: Callable[[int], list[dict[str, Any]]]) -> list[str]:
+    "Log what `choose` says, given the last step that W&B has. Returns that in words."
     run = _init(run_dir, line, _settings(run_dir), "online", finish_timeout=0.0)
-    has = run.starting_step - 1
+    records = choose(run.starting_step - 1)
     for record in records:
-        if record["step"] > has:
-            _log(run, record)
+        _log(run, record)
     run.finish()
-    return has
+    return [f"steps {records[0]['step']}-{records[-1]['step']}"] if records else []
 
 # %% ../nbs/05c_trackers.ipynb #9f412c2f
 _AFTER_FAILURE_S = 3  # the agent gives the ranks 6

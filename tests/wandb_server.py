@@ -89,6 +89,10 @@ class WandbServer:
         if operation == "CreateRunFiles":
             files = [{"name": f, "uploadUrl": f"{self.environment['WANDB_BASE_URL']}/put"} for f in variables["files"]]
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
+        if operation == "Viewer":
+            return {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+        if not operation:  # of which type an artifact is
+            return {"project": None}
         if operation == "CreateArtifact":
             given = variables["input"]
             self.artifacts.append((given["artifactCollectionName"], given["artifactTypeName"], {a["alias"] for a in given["aliases"]}))

@@ -1,0 +1,130 @@
+"""Tokens in the environment are in no file, name or command line that a run, a failing run or a papermill run leaves."""
+import base64
+import gzip
+import os
+import secrets
+import shutil
+import subprocess
+import threading
+import time
+import zipfile
+from urllib.parse import quote
+
+import psutil
+import pytest
+from conftest import BIN, NBS, outputs
+from secrets_scan import find_secrets
+from wandb_server import WandbServer
+
+
+def test_the_scanner_finds_what_is_planted(tmp_path):
+    canary = {"HF_TOKEN": "hf_" + secrets.token_urlsafe(24) + "/+?"}
+    value = canary["HF_TOKEN"]
+    planted = {
+        "plain.txt": f"a{value}b".encode(), "url.txt": quote(value, safe="").encode(), "hex.txt": value.encode().hex().upper().encode(),
+        "packed.gz": gzip.compress(f"in {value}".encode()),
+        **{f"base64-{shift}.txt": base64.b64encode(b"x" * shift + value.encode() + b"tail") for shift in range(3)},
+        "basic.txt": base64.urlsafe_b64encode(f"api:{value}".encode()),
+    }
+    for name, content in planted.items():
+        (tmp_path / name).write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("inner.gz", gzip.compress(f"deep {value}".encode()))
+    (tmp_path / "link").symlink_to(f"/nowhere/{value.replace('/', '')}")
+    (tmp_path / "innocent.txt").write_text("hf_ and nothing else")
+    found = {file.split(" ")[0].split("/")[0] for file, _, _ in find_secrets(tmp_path, canary)}
+    assert found == {*planted, "packed.zip"}
+    assert find_secrets(tmp_path, {"HF_TOKEN": "hf_" + secrets.token_urlsafe(24)}) == []
+
+
+class Watched:
+    "Runs a command and notes all command lines that are seen meanwhile."
+
+    def __init__(self, command, **options):
+        self.lines, self._over = set(), threading.Event()
+        watcher = threading.Thread(target=self._watch)
+        watcher.start()
+        try:
+            self.done = subprocess.run([str(word) for word in command], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, **options)
+        finally:
+            self._over.set()
+            watcher.join()
+
+    def _watch(self):
+        while not self._over.wait(0.1):
+            for process in psutil.process_iter():
+                try:
+                    self.lines.add(" ".join(process.cmdline()))
+                except psutil.Error:
+                    pass
+
+
+@pytest.fixture
+def place(tmp_path, material):
+    "A home, a temporary folder, a model and texts, all under one folder; canaries in the environment, and a W&B server for the key."
+    for name in ("home", "tmp"):
+        (tmp_path / name).mkdir()
+    shutil.copytree(material, tmp_path / "work")
+    canaries = {"HF_TOKEN": "hf_" + secrets.token_hex(17), "WANDB_API_KEY": secrets.token_hex(20)}
+    server = WandbServer()
+    environment = {
+        **os.environ, **server.environment, **canaries, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), "WANDB_DEBUG": "true",
+        "WANDB_CORE_DEBUG": "true",
+    }
+    yield tmp_path, canaries, environment, server
+    server.close()
+
+
+def assert_clean(folder, canaries, watched):
+    assert find_secrets(folder, canaries) == []
+    said = watched.done.stdout + watched.done.stderr + "\n".join(watched.lines)
+    assert [name for name, value in canaries.items() if value in said] == []
+
+
+def test_a_papermill_run_leaves_none(place):
+    folder, canaries, environment, server = place
+    out = folder / "work" / "out.ipynb"
+    settings = {"model": "model", "dataset": "texts.jsonl", "tracker": "wandb,tensorboard", "histogram_every": 2, "log_artifacts": True, "max_length": 32}
+    parameters = [word for name, value in settings.items() for word in ("-p", name, str(value))]
+    watched = Watched([BIN / "papermill", NBS / "train.ipynb", out, *parameters], cwd=folder / "work", env=environment)
+    assert watched.done.returncode == 0, watched.done.stderr[-3000:]
+    assert server.histories and server.artifacts and any("loss" in h for h in server.history(*server.histories)), "the key was used"
+    assert list((folder / "work" / "runs").glob("*/wandb/run-*/logs/debug*.log")), "W&B's own logs are among what is looked through"
+    assert "done" in outputs(out)
+    assert_clean(folder, canaries, watched)
+    told = str(server.configs) + str(server.names) + str(server.groups) + str(server.histories)
+    assert not any(value in told for value in canaries.values())
+
+
+def test_a_run_that_fails_leaves_none_not_even_in_its_exception(place):
+    "On Colab, where the token comes from the notebook's secrets. A library raises with the token in the URL."
+    folder, canaries, environment, _ = place
+    store = folder / "store"
+    (store / "google" / "colab").mkdir(parents=True)
+    (store / "google" / "colab" / "__init__.py").write_text("")
+    (store / "google" / "colab" / "userdata.py").write_text(
+        "import os\ndef get(name): return bytes.fromhex(os.environ['STORE_OF_' + name.split('_')[0]]).decode()\n"
+    )
+    (store / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "def fail(*_):\n"
+        "    try: lines = open(os.path.join(sys.argv[1], 'metrics.jsonl')).read().count(chr(10))\n"
+        "    except (OSError, IndexError): return\n"
+        "    if lines >= 3:\n"
+        "        signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "        token = os.environ['HF_TOKEN']\n"
+        "        raise RuntimeError(f'401 for https://user:{token}@huggingface.co/api')\n"
+        "if os.environ.get('RANK') == '0' and 'multigpu_ft.training' in sys.orig_argv:\n"
+        "    signal.signal(signal.SIGALRM, fail)\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.1)\n"
+    )
+    environment |= {"PYTHONPATH": f"{store}:{os.environ.get('PYTHONPATH', '')}", "COLAB_RELEASE_TAG": "release"}
+    environment["STORE_OF_HF"] = environment.pop("HF_TOKEN").encode().hex()
+    train = f"{BIN}/multigpu-ft train --model model --dataset texts.jsonl --tracker wandb,tensorboard --run-root mine --max-length 32 --num-epochs 300"
+    begun = time.monotonic()
+    watched = Watched(train.split(), cwd=folder / "work", env=environment)
+    assert watched.done.returncode == 1 and "RuntimeError: 401 for https://user:***@huggingface.co/api" in watched.done.stderr, watched.done.stderr[-3000:]
+    assert time.monotonic() - begun < 200
+    error = next((folder / "work" / "mine").glob("*/errors/rank0.json")).read_text()
+    assert "user:***@" in error
+    assert_clean(folder, canaries, watched)
