@@ -127,7 +127,7 @@ def _loss_picture(compared: Compared) -> Any:
         right.spines["left"].set_visible(False)
     return figure
 
-# %% ../nbs/08a_pictures.ipynb #d829f7b1
+# %% ../nbs/08a_pictures.ipynb #64c37ef4
 def _differences_picture(compared: Compared) -> Any:
     sets = [(comparison, color) for comparison, color in _sets(compared) if comparison.newest.to_base and comparison.newest.to_base.loss]
     if not sets:
@@ -147,7 +147,7 @@ def _differences_picture(compared: Compared) -> Any:
         panel.set(xlabel=f"change of an example's loss (nats per {comparison.unit})", ylabel="examples")
         panel.set_title(f"{_title(comparison, color)}\n{(changes < 0).mean():.0%} fell, {(changes > 0).mean():.0%} rose{beyond}", fontsize=10, loc="left")
         panel.set_ylim(top=1.35 * panel.get_ylim()[1])
-        panel.legend(frameon=False, fontsize=9, loc="upper right")
+        panel.legend(fontsize=9, framealpha=0.9, edgecolor="none")
     return figure
 
 # %% ../nbs/08a_pictures.ipynb #9f0e46b5
