@@ -33,7 +33,7 @@ class CheckpointError(ValueError):
     "A checkpoint that is missing, damaged, or belongs to another model or dataset."
 
 # %% ../nbs/00_config.ipynb #d0bd5457
-_SECRET_NAME = re.compile(r"(^|_)(token|api_?key|access_key|secret|password|passwd|credentials?)s?(_|$)", re.I)
+_SECRET_NAME = re.compile(r"^(?!max_new_tokens$)(.*_)?(token|api_?key|access_key|secret|password|passwd|credentials?)s?(_|$)", re.I)
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}"
     r"|wandb_v1_\w{16,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"

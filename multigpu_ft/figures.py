@@ -13,6 +13,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from .pictures import png_bytes
+
 # %% ../nbs/09b_figures.ipynb #32ad29c9
 def notebook_shell() -> Any:
     "The IPython shell if this is a notebook kernel, else `None`."
@@ -66,14 +68,7 @@ def figures_as_png() -> None:
 
 
 def save_png(figure: Any, path: Path) -> None:
-    "Save `figure` with 64 colours: a third of the size, and notebooks keep pictures as text."
-    import io
-
-    from PIL import Image
-
-    raw = io.BytesIO()
-    figure.savefig(raw, format="png")
-    Image.open(raw).convert("RGB").quantize(64).save(path, optimize=True)
+    path.write_bytes(png_bytes(figure))
 
 # %% ../nbs/09b_figures.ipynb #2ee75844
 class Curve:

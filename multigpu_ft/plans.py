@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOTHING_HELD_OUT', 'Subject', 'of_the_model', 'checkpoint_subject', 'export_subject', 'find_runs', 'newest_subject',
-           'find_subjects', 'held_out_rows', 'named_rows', 'Plan']
+           'find_subjects', 'held_out_rows', 'named_rows', 'Plan', 'shown_data']
 
 # %% ../nbs/08c_plans.ipynb #056fff38
 import json
@@ -289,7 +289,7 @@ def named_rows(cfg: RunConfig, **given: Any) -> RunConfig:
 def _is_same_file(one: str, other: str) -> bool:
     return Path(one).is_file() and Path(one).resolve() == Path(other).resolve()
 
-# %% ../nbs/08c_plans.ipynb #7a9fc960
+# %% ../nbs/08c_plans.ipynb #9760ea1e
 @dataclass(frozen=True)
 class Plan:
     "What is to be scored on what."
@@ -315,4 +315,14 @@ class Plan:
 
 def _rows(cfg: RunConfig) -> str:
     end = cfg.end_idx if cfg.end_idx is not None else "(end)" if cfg.slice_size > _ROWS else cfg.start_idx + cfg.slice_size
-    return f"rows {cfg.start_idx}-{end} of {Path(cfg.dataset).name if Path(cfg.dataset).is_file() else cfg.dataset}"
+    return f"rows {cfg.start_idx}-{end} of {shown_data(cfg)}"
+
+
+def shown_data(cfg: RunConfig, beside: RunConfig | None = None) -> str:
+    "`cfg`'s dataset as a report names it: a file without its folder, which is nobody's business; but in full if it only looks like that of `beside`."
+    name = Path(cfg.dataset).name if Path(cfg.dataset).is_file() else cfg.dataset
+    if beside is None or cfg.dataset == beside.dataset and cfg.dataset_split == beside.dataset_split:
+        return name
+    if cfg.dataset == beside.dataset:
+        return f"{name}, split {cfg.dataset_split}"
+    return cfg.dataset if name == shown_data(beside) else name

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SAMPLING', 'score_texts', 'score']
 
-# %% ../nbs/08d_scoring.ipynb #fba7903c
+# %% ../nbs/08d_scoring.ipynb #72ef50ea
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from .evaluating import evaluating, to_device
 from .exports import confirm_export, read_check
 from .losses import ClassifierLoss, LossModel, self_check
 from .models import choose_quantization, frozen_bytes, load_config, load_shell, load_tokenizer, order_labels
-from .plans import Plan, Subject
+from .plans import Plan, Subject, shown_data
 from .preparing import load_base
 from .resuming import tokenizer_digest
 from .strategies import FSDP, Single, World, compute_dtype, free_bytes, join_world
@@ -262,7 +262,7 @@ def _write(loaded: _Loaded, prompts: list[np.ndarray], max_new_tokens: int, seed
     written = {number: text for part in everybodys for number, text in part.items()}
     return [written[number] for number in range(len(prompts))]
 
-# %% ../nbs/08d_scoring.ipynb #0a7bb808
+# %% ../nbs/08d_scoring.ipynb #6bf8a3c6
 @dataclass(frozen=True)
 class _Material:
     "What all models get to read."
@@ -321,13 +321,11 @@ def score(plan: Plan) -> Measured:
             why = "every B is zero." if found[name].is_zero else "no loss differs from the base's."
             remarks.append(f"The {'adapter' if said['kind'] == 'adapter' else 'model'} {name} changes nothing: {why}")
     newest = plan.subjects[-1]
-    seen, split = newest.config.dataset, newest.config.dataset_split
-    seen = seen if split == plan.target.dataset_split else f"{seen}, split {split}"
     about |= {
         "max_length": plan.target.max_length, "batch_size": plan.base.batch_size, "world_size": world.size, "device": world.device.type,
         "quantization": quantizations[0], "seed": plan.seed, "sampling": {**SAMPLING, "max_new_tokens": plan.max_new_tokens},
-        "trained_dataset": seen, "adapter_active": activity[newest.name]["active"] if newest.has_adapter else None, "activity": activity, "remarks": remarks,
-        "seconds": round(time.monotonic() - begun, 1),
+        "trained_dataset": shown_data(newest.config, plan.target), "activity": activity,
+        "adapter_active": activity[newest.name]["active"] if newest.has_adapter else None, "remarks": remarks, "seconds": round(time.monotonic() - begun, 1),
     }
     return _measured(plan, material, found, about)
 
@@ -364,7 +362,8 @@ def _measured(plan: Plan, material: _Material, found: dict[str, _Found], about: 
     ]
     scores = [
         Scores(
-            data.cfg.dataset, data.texts.start_idx, data.texts.end_idx, np.array(data.texts.rows), data.tokens.lengths, data.tokens.targets.astype(np.int64),
+            shown_data(data.cfg), data.texts.start_idx, data.texts.end_idx, np.array(data.texts.rows), data.tokens.lengths,
+            data.tokens.targets.astype(np.int64),
             {name: one.losses[number] for name, one in found.items()}, data.tokens.labels,
             {name: one.predicted[number] for name, one in found.items() if one.predicted[number] is not None},
         )
