@@ -360,7 +360,7 @@ def _find(repo: str, name: str | None, revision: str | None) -> Remote:
             raise CheckpointError(f"checkpoint {newest} of {repo} is damaged: {error}") from None
     return Remote(repo, revision, newest, commit, small, trained)
 
-# %% ../nbs/04e_hub.ipynb #894f579e
+# %% ../nbs/04e_hub.ipynb #1779378a
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     "One process at a time; a lock that ends with its holder."
@@ -418,9 +418,8 @@ def _fetch(folder: Path, remote: Remote, patience: Patience) -> None:
         with client_factory()() as client:
             for name, about in sorted(files.items()):
                 if not (folder / name).exists():
-                    part = folder / f"{name}{PARTIAL}"
-                    persist(lambda: _download(client, remote, part, about["bytes"]), patience, lambda: part.exists() and part.stat().st_size)  # noqa: B023
-                    os.replace(part, folder / name)
+                    _fetch_one(client, remote, folder / f"{name}{PARTIAL}", about["bytes"], patience)
+                    os.replace(folder / f"{name}{PARTIAL}", folder / name)
     except CheckpointError:
         raise
     except Exception as error:
@@ -428,6 +427,18 @@ def _fetch(folder: Path, remote: Remote, patience: Patience) -> None:
             f"{remote} could not be fetched: {reason(error)}. What has arrived is kept in {folder}; the same settings again go on with the rest."
         ) from None
     _settle(folder, remote, staged)
+
+
+def _fetch_one(client: Any, remote: Remote, part: Path, size: int, patience: Patience) -> None:
+    most = 0
+
+    def reached() -> int:
+        "Bytes at most; a server that sends from the beginning again makes no progress until it is beyond that."
+        nonlocal most
+        most = max(most, part.stat().st_size if part.exists() else 0)
+        return most
+
+    persist(lambda: _download(client, remote, part, size), patience, reached)
 
 
 def _download(client: Any, remote: Remote, part: Path, size: int) -> None:

@@ -42,6 +42,7 @@ class Faults:
         self.bytes_per_second = None
         self.outage_until = 0.0  # time.monotonic(); connections are closed at once until then
         self.forbidden = False  # whoever writes is answered 403
+        self.full = False  # no commit is taken: 503
         self.happened = {}
 
     def draw(self, name, chance):
@@ -60,7 +61,7 @@ class Faults:
 
     def end(self):
         self.cut_up = self.cut_down = self.busy = self.outage_until = 0.0
-        self.bytes_per_second, self.forbidden = None, False
+        self.bytes_per_second, self.forbidden, self.full = None, False, False
 
 
 class Cut(Exception):
@@ -385,6 +386,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def commit(self, repo, revision):
         self.may(repo, write=True)
+        if self.hub.faults.full:
+            raise Refused(503, "", "later")
         lines = [json.loads(line) for line in self.body.splitlines()]
         with self.hub.lock:
             tree = dict(self.hub.tree(repo))
