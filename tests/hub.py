@@ -465,7 +465,7 @@ def client_main():
     "Read one JSON request a line, fork for each, and answer with the process id. What came of it is written to the file that the request names."
     import huggingface_hub.hf_api  # noqa: F401
 
-    from multigpu_ft import RunConfig, RunDir, hub, uploads
+    from multigpu_ft import RunConfig, RunDir, downloads, hub, uploads
 
     def push(run):
         huggingface_hub.set_client_factory(hub.client_factory())
@@ -473,7 +473,7 @@ def client_main():
 
     def pull(cfg, root):
         huggingface_hub.set_client_factory(hub.client_factory())  # else the library waits for seconds between the tries of its own
-        path, remote = hub.pull(RunConfig(**cfg), Path(root), patience=hub.Patience(**QUICK))
+        path, remote = downloads.pull(RunConfig(**cfg), Path(root), patience=hub.Patience(**QUICK))
         return {"path": str(path), "revision": remote.revision}
 
     def find(cfg):
