@@ -4,28 +4,24 @@
 
 # %% auto #0
 __all__ = ['Unreachable', 'client_factory', 'Patience', 'may_pass', 'persist', 'reason', 'hub_token', 'check_access', 'Remote',
-           'parse_hub', 'is_name', 'folders', 'fetch_small', 'parse_commit', 'find_remote', 'pull']
+           'parse_hub', 'is_name', 'folders', 'fetch_small', 'parse_commit', 'find_remote']
 
-# %% ../nbs/04e_hub.ipynb #223a6799
-import fcntl
-import os
+# %% ../nbs/04e_hub.ipynb #19f7d389
 import queue
 import random
 import re
-import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from .config import CheckpointError, ConfigError, RunConfig
-from .lineage import HUB_PREFIX, PROGRESS_FILE, digest, discard, flush, read_progress, refuse_stranger, verify_checkpoint
-from .rundir import COMMIT_FILE, HUB_FILE, PARTIAL, read_commit, write_json
+from .lineage import HUB_PREFIX, PROGRESS_FILE, read_progress, refuse_stranger
+from .rundir import COMMIT_FILE, PARTIAL, read_commit
 
 # %% ../nbs/04e_hub.ipynb #71b9bf1d
 _SILENCE_S = (15.0, 120.0, 60.0, 60.0)  # to connect, to answer, to take what is sent, to get a free connection
@@ -359,113 +355,3 @@ def _find(repo: str, name: str | None, revision: str | None) -> Remote:
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {newest} of {repo} is damaged: {error}") from None
     return Remote(repo, revision, newest, commit, small, trained)
-
-# %% ../nbs/04e_hub.ipynb #894f579e
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    "One process at a time; a lock that ends with its holder."
-    with open(folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def pull(cfg: RunConfig, run_root: Path, revision: str | None = None, patience: Patience | None = None) -> tuple[Path, Remote]:
-    """Bring the checkpoint that `cfg.resume_file="hub:..."` names to `run_root`. Returns where it is, and what is known of it.
-
-    Raises as `find_remote`, and `CheckpointError` if there is no room, if a file is not what the commit lists, or if the connection fails for minutes.
-    """
-    patience = patience or Patience()
-    remote = find_remote(cfg, revision, patience)
-    home = run_root / f"hub--{remote.repo.replace('/', '--')}"
-    folder = home / "checkpoints" / remote.name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(home):
-        write_json(home / HUB_FILE, {"repo": remote.repo, "revision": remote.revision})
-        if not _is_here(folder, remote):
-            _fetch(folder, remote, patience)
-    return folder, remote
-
-
-def _is_here(folder: Path, remote: Remote) -> bool:
-    "Whether it was brought before, and is whole. Another one of that name, or a damaged one, is taken away."
-    if not (folder / COMMIT_FILE).exists():
-        return False
-    with suppress(CheckpointError):
-        if (folder / COMMIT_FILE).read_bytes() == remote.small[COMMIT_FILE]:
-            verify_checkpoint(folder)
-            return True
-    discard(folder)
-    return False
-
-
-def _fetch(folder: Path, remote: Remote, patience: Patience) -> None:
-    for other in folder.parent.iterdir():  # begun once, and not gone on with
-        if other != folder and not (other / COMMIT_FILE).exists():
-            shutil.rmtree(other)
-    files, staged = remote.commit["files"], folder / f"{COMMIT_FILE}{PARTIAL}"
-    if not staged.exists() or staged.read_bytes() != remote.small[COMMIT_FILE]:  # what has arrived is of another one
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        staged.write_bytes(remote.small[COMMIT_FILE])
-    needed, free = sum(about["bytes"] for about in files.values()) - sum(p.stat().st_size for p in folder.iterdir()), shutil.disk_usage(folder).free
-    if needed > free:
-        raise CheckpointError(
-            f"{remote} needs {needed / 2**30:.1f} GiB more, and {folder.parents[1].parent} has {free / 2**30:.1f} GiB free: "
-            "delete or move away older runs, or move run_root to a larger disk."
-        )
-    (folder / PROGRESS_FILE).write_bytes(remote.small[PROGRESS_FILE])
-    try:
-        with client_factory()() as client:
-            for name, about in sorted(files.items()):
-                if not (folder / name).exists():
-                    part = folder / f"{name}{PARTIAL}"
-                    persist(lambda: _download(client, remote, part, about["bytes"]), patience, lambda: part.exists() and part.stat().st_size)  # noqa: B023
-                    os.replace(part, folder / name)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{remote} could not be fetched: {reason(error)}. What has arrived is kept in {folder}; the same settings again go on with the rest."
-        ) from None
-    _settle(folder, remote, staged)
-
-
-def _download(client: Any, remote: Remote, part: Path, size: int) -> None:
-    "Fetch what `part` lacks of its `size` bytes."
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
-
-    have = part.stat().st_size if part.exists() else 0
-    if have == size and part.exists():
-        return
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
-    url = hf_hub_url(remote.repo, f"checkpoints/{remote.name}/{part.name.removesuffix(PARTIAL)}", revision=remote.revision)
-    with client.stream("GET", url, headers=headers) as response, open(part, "ab") as file:
-        hf_raise_for_status(response)
-        if have and response.status_code != 206:  # the server sends it from the beginning
-            file.truncate(0)
-        for chunk in response.iter_bytes():  # as it comes; of larger pieces one would be lost when the connection breaks
-            file.write(chunk)
-            if file.tell() > size:
-                break
-    found = part.stat().st_size
-    if found > size:
-        part.unlink()
-        raise CheckpointError(f"{remote} is damaged: {part.name.removesuffix(PARTIAL)} has more than the {size:,} bytes that {COMMIT_FILE} lists.")
-    if found < size:
-        raise Unreachable(f"the connection ended after {found:,} of {size:,} bytes")
-
-
-def _settle(folder: Path, remote: Remote, staged: Path) -> None:
-    "All files are here: make a checkpoint of them if they are what the commit lists. One that is not has to be fetched again."
-    for name, about in remote.commit["files"].items():
-        if digest(folder / name) != about:
-            (folder / name).unlink()
-            raise CheckpointError(
-                f"{remote} is damaged: {name}: its content was altered. Name another one with resume_file='{HUB_PREFIX}{remote.repo}@NAME', "
-                "or use resume_file='none'."
-            )
-        flush(folder / name)
-    flush(staged)
-    os.replace(staged, folder / COMMIT_FILE)
-    flush(folder)

@@ -47,11 +47,12 @@ from torch import nn
 from .batches import Epoch, Order, Step, epoch_steps
 from .checkpoints import CheckpointWriter, Save, checkpoint_bytes, load_checkpoint, room_for
 from .data import Texts, evaluation_config, find_label_names, load_texts
+from .downloads import pull
 from .early_stopping import Evaluations
 from .evaluating import step_loss, to_device
 from .exports import export_model
 from .histograms import histograms
-from .hub import check_access, parse_hub, pull
+from .hub import check_access, parse_hub
 from .lineage import contents, find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
 from .loading import wait_for_rank_0
 from .machine import outputs_folder, use_secrets

@@ -82,7 +82,7 @@ def not_uploaded(run: RunDir, record: dict[str, Any] | None = None) -> list[str]
     sent = (record or read_record(run))["uploaded"]
     return [name for name, what in wanted(run).items() if sent.get(name, {}).get("digest") != what]
 
-# %% ../nbs/04f_uploads.ipynb #d6a43f6f
+# %% ../nbs/04f_uploads.ipynb #af36df5f
 _OURS = re.compile(r"rank\d+\.safetensors|progress\.json|commit\.json")
 _OUR_EXPORT = re.compile(r"(base/.*|(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_config\.json|check\.json)")
 _CARD = "README.md"
@@ -97,7 +97,7 @@ def _git_digest(content: bytes) -> str:
 
 
 class _Pass:
-    "One look at a repository, and what is sent after it. `arrived` is called with the name of each file that has."
+    "One look at a repository, and what is sent after it. `arrived` is called with each file that has, be it in a pass before."
 
     def __init__(self, run: RunDir, arrived: Callable[[str], None]) -> None:
         from huggingface_hub import HfApi
@@ -129,7 +129,7 @@ class _Pass:
 
         addition = CommitOperationAdd(path, source if isinstance(source, bytes) else str(source))
         self.api.preupload_lfs_files(self.repo, [addition])
-        self.arrived(path)
+        self.arrived((path, addition.upload_info.sha256))
         return addition
 
     def commit(self, operations: list[Any], message: str) -> str | None:
@@ -225,15 +225,16 @@ def _without_folder(adapter_config: Path) -> bytes:
         return json.dumps(settings, indent=2, sort_keys=True).encode()
     return adapter_config.read_bytes()
 
-# %% ../nbs/04f_uploads.ipynb #f801ff50
+# %% ../nbs/04f_uploads.ipynb #6a5b9cb8
 def push_run(
     run: RunDir, patience: Patience | None = None, ending: Callable[[], bool] = lambda: True, pause: Callable[[float], None] = time.sleep
 ) -> list[str]:
     """Bring what is complete in the run directory to `hf_repo`, and keep hub.json. Returns the names of what is not there.
 
-    While `ending()` is false the run goes on; when it becomes true, the patience begins anew. `pause` waits between two attempts.
+    The patience begins anew with each file that arrives for the first time, and when `ending()` becomes true: while it is false the run goes on. `pause` waits
+    between two attempts.
     """
-    record, arrived = read_record(run), []
+    record, arrived = read_record(run), set()
 
     def note(**changes: Any) -> None:
         record.update(changes)
@@ -243,7 +244,7 @@ def push_run(
     def attempt() -> None:
         note(attempts=record["attempts"] + 1, lasting=False)
         try:
-            _send(run, record, note, arrived.append)
+            _send(run, record, note, arrived.add)
         except Exception as error:
             note(error=reason(error))
             print(f"attempt {record['attempts']}: {record['error']}", flush=True)

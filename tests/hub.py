@@ -42,6 +42,7 @@ class Faults:
         self.bytes_per_second = None
         self.outage_until = 0.0  # time.monotonic(); connections are closed at once until then
         self.forbidden = False  # whoever writes is answered 403
+        self.full = False  # no commit is taken: 503
         self.happened = {}
 
     def draw(self, name, chance):
@@ -60,7 +61,7 @@ class Faults:
 
     def end(self):
         self.cut_up = self.cut_down = self.busy = self.outage_until = 0.0
-        self.bytes_per_second, self.forbidden = None, False
+        self.bytes_per_second, self.forbidden, self.full = None, False, False
 
 
 class Cut(Exception):
@@ -385,6 +386,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def commit(self, repo, revision):
         self.may(repo, write=True)
+        if self.hub.faults.full:
+            raise Refused(503, "", "later")
         lines = [json.loads(line) for line in self.body.splitlines()]
         with self.hub.lock:
             tree = dict(self.hub.tree(repo))
@@ -462,7 +465,7 @@ def client_main():
     "Read one JSON request a line, fork for each, and answer with the process id. What came of it is written to the file that the request names."
     import huggingface_hub.hf_api  # noqa: F401
 
-    from multigpu_ft import RunConfig, RunDir, hub, uploads
+    from multigpu_ft import RunConfig, RunDir, downloads, hub, uploads
 
     def push(run):
         huggingface_hub.set_client_factory(hub.client_factory())
@@ -470,7 +473,7 @@ def client_main():
 
     def pull(cfg, root):
         huggingface_hub.set_client_factory(hub.client_factory())  # else the library waits for seconds between the tries of its own
-        path, remote = hub.pull(RunConfig(**cfg), Path(root), patience=hub.Patience(**QUICK))
+        path, remote = downloads.pull(RunConfig(**cfg), Path(root), patience=hub.Patience(**QUICK))
         return {"path": str(path), "revision": remote.revision}
 
     def find(cfg):

@@ -159,6 +159,15 @@ def test_the_repository_keeps_the_newest_the_best_and_what_is_not_ours(hub, clie
     assert "checkpoints/mine/notes.txt" in hub.tree("jane/kept")
 
 
+def test_files_that_arrive_again_and_again_are_no_progress(hub, client, run):
+    "All is stored at each attempt, and never committed: the patience must come to an end."
+    hub.faults.full = True
+    assert client("push", run=str(run.path)) == [run.checkpoints()[0].name, "export"]
+    assert read_record(run)["attempts"] == local.QUICK["tries"] and "answers 503" in read_record(run)["error"]
+    hub.faults.end()
+    assert client("push", run=str(run.path)) == []
+
+
 def test_a_damaged_checkpoint_is_told_and_keeps_nothing_else_back(hub, client, run):
     shard = run.checkpoints()[0] / "rank1.safetensors"
     shard.write_bytes(bytes(len(shard.read_bytes())))
