@@ -243,8 +243,6 @@ def test_the_recipe_under_papermill(trained, tmp_path):
     assert (report / "evaluation.html").exists() and list(report.glob("*.png"))
     wrong = papermill(NBS / "evaluate.ipynb", tmp_path / "wrong.ipynb", "-p", "run", "runs/nothing", cwd=tmp_path)
     assert wrong.returncode != 0 and "there is no run directory there" in outputs(tmp_path / "wrong.ipynb")
-    wrong = papermill(NBS / "evaluate.ipynb", tmp_path / "wrong.ipynb", "-p", "strat_idx", 5, cwd=tmp_path)
-    assert wrong.returncode != 0 and "did you mean 'start_idx'" in outputs(tmp_path / "wrong.ipynb")
 
 
 def test_the_command(trained, tmp_path, monkeypatch, capsys):
