@@ -24,7 +24,7 @@ test: install
 	$(BIN)/nbdev_clean
 	git diff --exit-code
 	$(BIN)/nbdev_test --n_workers 2 --skip_file_re '^[_.]|^train|^slices|^evaluate'
-	$(BIN)/pytest -q tests
+	$(BIN)/pytest -q --numprocesses 2 --dist loadfile tests
 	$(BIN)/ruff check .
 
 faults: install
