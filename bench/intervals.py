@@ -1,6 +1,6 @@
 """How often an interval that says 95% holds the true value: data sets are made of which the truth is known.
 
-    python bench/intervals.py --json bench/results/intervals.json      # 1,000 data sets of each shape and size, ten minutes of one core
+    python bench/intervals.py --json bench/results/intervals.json      # 1,000 data sets of each shape and size; takes a while
 
 Of each shape the true ratio is computed from four million examples. `held` is the share of intervals with the truth inside, `too_high` and `too_low` of those
 above and below it, `width` their median width. At 1,000 data sets a share of 95% is counted to ±0.7 points (one standard error). Then: how often the
