@@ -13,6 +13,8 @@ from urllib.parse import quote
 import psutil
 import pytest
 from conftest import BIN, NBS, outputs
+from hub import WRITE, Hub
+from hub import environment as hub_environment
 from secrets_scan import find_secrets
 from wandb_server import WandbServer
 
@@ -81,16 +83,28 @@ def assert_clean(folder, canaries, watched):
     assert [name for name, value in canaries.items() if value in said] == []
 
 
-def test_a_papermill_run_leaves_none(place):
+def test_a_papermill_run_its_repository_and_its_evaluation_leave_none(place):
     folder, canaries, environment, server = place
-    out = folder / "work" / "out.ipynb"
-    settings = {"model": "model", "dataset": "texts.jsonl", "tracker": "wandb,tensorboard", "histogram_every": 2, "log_artifacts": True, "max_length": 32}
+    (folder / "hub").mkdir()
+    hub, out = Hub(folder / "hub"), folder / "work" / "out.ipynb"
+    canaries["HF_TOKEN"] = WRITE
+    environment = {**hub_environment(hub), **{k: v for k, v in environment.items() if not k.startswith("HF_")}, "HF_TOKEN": WRITE}
+    settings = {
+        "model": "model", "dataset": "texts.jsonl", "tracker": "wandb,tensorboard", "histogram_every": 2, "log_artifacts": True, "max_length": 32,
+        "end_idx": 24, "eval_start_idx": 24, "hf_repo": "jane/model", "run_name": "canary",
+    }
     parameters = [word for name, value in settings.items() for word in ("-p", name, str(value))]
     watched = Watched([BIN / "papermill", NBS / "train.ipynb", out, *parameters], cwd=folder / "work", env=environment)
     assert watched.done.returncode == 0, watched.done.stderr[-3000:]
     assert server.histories and server.artifacts and any("loss" in h for h in server.history(*server.histories)), "the key was used"
     assert list((folder / "work" / "runs").glob("*/wandb/run-*/logs/debug*.log")), "W&B's own logs are among what is looked through"
-    assert "done" in outputs(out)
+    assert "done" in outputs(out) and hub.checkpoints("jane/model") and b"jane/model" in hub.read("jane/model", "README.md"), "the token was used"
+    assert_clean(folder, canaries, watched)
+    command = [BIN / "papermill", NBS / "evaluate.ipynb", folder / "work" / "evaluated.ipynb", "-p", "run", "runs/canary", "-p", "samples", "1"]
+    watched = Watched(command, cwd=folder / "work", env=environment)
+    hub.close()
+    assert watched.done.returncode == 0, watched.done.stderr[-3000:]
+    assert (folder / "work" / "runs" / "canary" / "report" / "evaluation.json").exists()
     assert_clean(folder, canaries, watched)
     told = str(server.configs) + str(server.names) + str(server.groups) + str(server.histories)
     assert not any(value in told for value in canaries.values())

@@ -1,4 +1,5 @@
 """W&B and TensorBoard say what metrics.jsonl says, over kills and slices, and nothing of theirs disturbs a run."""
+import contextlib
 import json
 import os
 import resource
@@ -44,9 +45,13 @@ def steps_in_wandb(run_dir):
 
 
 def cores():
-    "W&B's own processes."
-    found = [p for p in psutil.process_iter(["name", "status"]) if (p.info["name"] or "").startswith("wandb-core")]
-    return [p.pid for p in found if p.info["status"] != psutil.STATUS_ZOMBIE]
+    "W&B's own processes, as far as these tests started them."
+    worker, found = os.environ.get("PYTEST_XDIST_WORKER"), []
+    for process in psutil.process_iter(["name", "status"]):
+        with contextlib.suppress(psutil.Error):
+            if (process.info["name"] or "").startswith("wandb-core") and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found += [process.pid] if process.environ().get("PYTEST_XDIST_WORKER") == worker else []
+    return found
 
 
 def assert_same_scalars(found, records):
