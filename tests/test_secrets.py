@@ -100,11 +100,12 @@ def test_a_papermill_run_its_repository_and_its_evaluation_leave_none(place):
     assert list((folder / "work" / "runs").glob("*/wandb/run-*/logs/debug*.log")), "W&B's own logs are among what is looked through"
     assert "done" in outputs(out) and hub.checkpoints("jane/model") and b"jane/model" in hub.read("jane/model", "README.md"), "the token was used"
     assert_clean(folder, canaries, watched)
-    command = [BIN / "papermill", NBS / "evaluate.ipynb", folder / "work" / "evaluated.ipynb", "-p", "run", "runs/canary", "-p", "samples", "1"]
+    parameters = "-p hf_repo jane/model -p dataset texts.jsonl -p start_idx 24 -p samples 1".split()
+    command = [BIN / "papermill", NBS / "evaluate.ipynb", folder / "work" / "evaluated.ipynb", *parameters]
     watched = Watched(command, cwd=folder / "work", env=environment)
     hub.close()
     assert watched.done.returncode == 0, watched.done.stderr[-3000:]
-    assert (folder / "work" / "runs" / "canary" / "report" / "evaluation.json").exists()
+    assert (folder / "work" / "runs" / "evaluation_model" / "report" / "evaluation.json").exists()
     assert_clean(folder, canaries, watched)
     told = str(server.configs) + str(server.names) + str(server.groups) + str(server.histories)
     assert not any(value in told for value in canaries.values())
