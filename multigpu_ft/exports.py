@@ -24,7 +24,7 @@ from .adapters import changes_nothing, merged_weights, whole
 from .batches import collate
 from .config import BUILTIN_MODEL, CheckpointError, RunConfig
 from .evaluating import evaluating, to_device
-from .lineage import read_progress
+from .lineage import read_progress, without_folder
 from .losses import ClassifierLoss, LossModel, without_adapter
 from .models import load_model, model_class, packed_layers, to_evaluation_mode
 from .rundir import RunDir
@@ -92,8 +92,8 @@ def _origin(run_dir: RunDir, cfg: RunConfig, model: nn.Module) -> dict[str, Any]
     names = [model.config.id2label[number] for number in sorted(model.config.id2label)] if cfg.task == "classification" else None
     data = ("dataset", "dataset_split", "dataset_revision", "text_field", "text_pair_field", "label_field", "messages_field", "max_length", "seed")
     return {
-        "base_model": str(Path(cfg.model).resolve()) if Path(cfg.model).exists() else cfg.model, "revision": cfg.revision, "tuning": cfg.tuning,
-        "label_names": names, **{name: getattr(cfg, name) for name in data}, "trained": trained,
+        "base_model": None if Path(cfg.model).exists() else cfg.model, "revision": cfg.revision, "tuning": cfg.tuning, "label_names": names,
+        **{name: getattr(cfg, name) for name in data}, "dataset": without_folder(cfg.dataset), "trained": trained,  # folders concern nobody else
     }
 
 
@@ -127,7 +127,7 @@ def _write_adapter(folder: Path, strategy: Single, tokenizer: PreTrainedTokenize
     weights = {name: whole(p).cpu() for name, p in model.named_parameters() if p.requires_grad}
     if strategy.world.is_main:
         partial, described = folder.with_name(f"{folder.name}.partial"), model.peft_config["default"]
-        described.base_model_name_or_path = check["base_model"]
+        described.base_model_name_or_path = check["base_model"] or str(Path(cfg.model).resolve())
         if cfg.model == BUILTIN_MODEL:  # nobody else can make it
             load_model(cfg, tokenizer, check["label_names"]).save_pretrained(partial / _OWN_BASE)
             described.base_model_name_or_path = str(folder / _OWN_BASE)

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['PROGRESS_FILE', 'HUB_PREFIX', 'digest', 'flush', 'commit', 'discard', 'verify_checkpoint', 'read_progress',
-           'is_local', 'contents', 'at_home', 'fingerprint', 'difference', 'is_foreign', 'find_checkpoints',
-           'refuse_stranger', 'damaged', 'ledger_remarks', 'size', 'kept_checkpoints', 'retire', 'sweep', 'is_alive']
+           'is_local', 'without_folder', 'contents', 'at_home', 'fingerprint', 'difference', 'is_foreign',
+           'find_checkpoints', 'refuse_stranger', 'damaged', 'ledger_remarks', 'size', 'kept_checkpoints', 'retire',
+           'sweep', 'is_alive']
 
 # %% ../nbs/00b_lineage.ipynb #a8db6921
 import hashlib
@@ -102,6 +103,11 @@ def _identity(name: str) -> str:
 def is_local(identity: str) -> bool:
     "Whether a fingerprint's `model` or `dataset` was a file or folder, not a Hub id."
     return _IN_FOLDER in identity
+
+
+def without_folder(name: str) -> str:
+    "Of a local file or folder its name, of a Hub id all of it. `name` is one of a configuration or of a fingerprint."
+    return name.partition(_IN_FOLDER)[0] if is_local(name) else Path(name).resolve().name if Path(name).exists() else name
 
 
 def _sample(path: Path, head: int | None = None) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .config import CheckpointError, ConfigError, RunConfig
 from .data import count_rows, evaluation_config
-from .lineage import kept_checkpoints, read_progress
+from .lineage import is_local, kept_checkpoints, read_progress, without_folder
 from .machine import default_run_root
 from .rundir import COMMIT_FILE, RunDir, read_commit, saved_at, short_name
 
@@ -63,7 +63,7 @@ def _config_of_commit(stored: dict[str, Any]) -> RunConfig:
     if adapter:
         named |= {"tuning": "lora", "lora_r": adapter["r"], "lora_alpha": adapter["alpha"], "lora_target_modules": adapter["target_modules"]}
     names = ("model", "revision", "dataset", "dataset_split", "dataset_revision", "task")
-    return RunConfig(**{name: stored[name] for name in names}, **named)
+    return RunConfig(**{name: stored[name] for name in names} | {"dataset": without_folder(stored["dataset"])}, **named)
 
 
 def _run_of(path: Path) -> RunDir | None:
@@ -74,15 +74,19 @@ def _run_of(path: Path) -> RunDir | None:
     return None
 
 
-def checkpoint_subject(path: Path) -> Subject:
-    "The checkpoint at `path`. Raises `CheckpointError` if its commit or its progress is damaged."
+def checkpoint_subject(path: Path, base: str | None = None) -> Subject:
+    """The checkpoint at `path`; `base` is what it was made from, if that was a folder and its run is not there.
+
+    Raises `CheckpointError` if its commit or its progress is damaged, `ConfigError` if nothing tells where the base model is."""
     path = path.resolve()
     try:
         stored, trained = read_commit(path)["fingerprint"], read_progress(path)["trained"]
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {error}. Name another one.") from None
     run = _run_of(path)
-    status, cfg = (run.status(), run.config()) if run else ({}, _config_of_commit(stored))
+    if not run and not base and is_local(stored["model"]):
+        raise ConfigError(f"{path} was made from {stored['model']!r}, and its run is not there to tell which folder that is; name it with base=.")
+    status, cfg = (run.status(), run.config()) if run else ({}, _config_of_commit({**stored, **({"model": base} if base else {})}))
     return Subject(
         path.name, path, of_the_model(cfg), trained, status.get("quantization"), stored.get("labels"), stored.get("tokenizer"), status.get("num_rows"), run
     )
@@ -211,7 +215,7 @@ def find_subjects(runs: list[RunDir], checkpoint: Any, base: str | None, run_roo
     for name in filter(None, map(str.strip, names)):
         found += [p for p in _named(name, runs, sorted(kept, key=saved_at)) if p not in found]
     found.sort(key=lambda path: saved_at(path) if (path / COMMIT_FILE).exists() else path.stat().st_mtime)
-    return _distinct([checkpoint_subject(path) if (path / COMMIT_FILE).exists() else export_subject(path, base=base) for path in found])
+    return _distinct([checkpoint_subject(path, base) if (path / COMMIT_FILE).exists() else export_subject(path, base=base) for path in found])
 
 
 def _named(name: str, runs: list[RunDir], kept: list[Path]) -> list[Path]:

@@ -2,6 +2,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import faults
 import numpy as np
@@ -177,10 +178,15 @@ def test_an_adapter_that_does_nothing_is_found(trained, alone, tmp_path):
     assert [said["active"] for said in measured.about["activity"].values()] == [True, False]
 
 
-def test_an_export_without_its_run_knows_base_and_data(trained, alone, tmp_path):
+def test_an_export_without_its_run_knows_base_and_data(trained, alone, tmp_path, monkeypatch):
+    "Of files and folders of another machine only the names."
     for kind in ("lora", "labels", "chat", "full"):
         shutil.copytree(trained[kind].path / "export", tmp_path / kind)
-        subject = export_subject(tmp_path / kind)
+        monkeypatch.chdir(Path(trained[kind].config().dataset).parent)
+        if kind == "full":
+            with pytest.raises(ConfigError, match="name that with base="):
+                export_subject(tmp_path / kind)
+        subject = export_subject(tmp_path / kind, base=trained[kind].config().model if kind == "full" else None)
         rows, why = held_out_rows([subject])
         inside = plan(trained[kind])
         assert subject.run is None and (rows.start_idx, rows.end_idx) == (TRAINED, TRAINED + HELD_OUT) and "after all trained" in why
@@ -189,9 +195,12 @@ def test_an_export_without_its_run_knows_base_and_data(trained, alone, tmp_path)
             assert np.abs(found - expected).max() < 1e-5
 
 
-def test_a_checkpoint_without_its_run(trained, alone, tmp_path):
+def test_a_checkpoint_without_its_run(trained, alone, tmp_path, monkeypatch):
     run = trained["lora"]
     moved = shutil.copytree(run.checkpoints()[-1], tmp_path / run.checkpoints()[-1].name)
+    with pytest.raises(ConfigError, match="name it with base="):
+        find_subjects([], str(moved), None)
+    monkeypatch.chdir(Path(run.config().dataset).parent)
     subjects = find_subjects([], str(moved), run.config().model)
     assert subjects[0].run is None
     measured, inside = score(Plan(subjects[0].config.replace(max_length=32), subjects, held_out_rows(subjects)[0].replace(max_length=32))), score(plan(run))

@@ -81,22 +81,23 @@ def test_nothing_of_the_machine_it_was_made_on():
 
 
 README = (REPO / "README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines() if line.strip()]
+BLOCKS = [[line.split("  #")[0].strip() for line in block.splitlines() if line.strip()] for block in re.findall(r"```sh\n(.*?)```", README, re.S)]
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_of_the_readme(command, tmp_path):
-    command = command.split("  #")[0].strip()
-    if command.startswith("make "):
-        # running the gate inside the gate would never end; make knows the target and what it would do
-        assert subprocess.run(["make", "-n", *command.split()[1:]], cwd=REPO, capture_output=True).returncode == 0
-        return
+@pytest.mark.parametrize("commands", BLOCKS, ids=lambda commands: commands[0])
+def test_commands_of_the_readme(commands, tmp_path):
+    "Those of one block one after the other in one folder, as they are read."
     shutil.copytree(NBS, tmp_path / "nbs", ignore=shutil.ignore_patterns("runs"))
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(500)))
-    words = command.replace("papermill", str(BIN / "papermill"), 1).replace("multigpu-ft", str(BIN / "multigpu-ft"), 1)
-    done = subprocess.run(words, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    for command in commands:
+        if command.startswith("make "):
+            # running the gate inside the gate would never end; make knows the target and what it would do
+            done = subprocess.run(["make", "-n", *command.split()[1:]], cwd=REPO, capture_output=True, text=True)
+        else:
+            words = command.replace("papermill", str(BIN / "papermill"), 1).replace("multigpu-ft", str(BIN / "multigpu-ft"), 1)
+            done = subprocess.run(words, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{command}: {done.stderr[-3000:]}"
 
 
 @pytest.mark.parametrize("code", SNIPPETS)

@@ -94,7 +94,7 @@ def sync(run_dir, server):
         [BIN / "multigpu-ft", "sync", str(run_dir.path), "--json"], env={**os.environ, **server.environment}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["wandb"]
+    return json.loads(done.stdout)["wandb"]["uploaded"]
 
 
 def start_and_kill(server, cfg, enough, victim=0, **environment):
