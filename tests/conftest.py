@@ -159,7 +159,7 @@ class _Cell:
         self.client, self.id = client, message_id
 
     def result(self, timeout=60):
-        end, shown, error = time.monotonic() + timeout, [], None
+        end, shown, error, before = time.monotonic() + timeout, [], None, None
         while True:
             try:
                 message = self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
@@ -168,7 +168,9 @@ class _Cell:
             kind, content = message["msg_type"], message["content"]
             if message["parent_header"].get("msg_id") != self.id:
                 continue
-            if kind == "stream":
+            if kind == "stream" == before:  # what is printed later goes on where it was
+                shown[-1] += content["text"]
+            elif kind == "stream":
                 shown.append(content["text"])
             elif kind in ("display_data", "execute_result", "update_display_data"):
                 shown.append(content["data"].get("text/plain", ""))
@@ -178,6 +180,7 @@ class _Cell:
                 if error:
                     raise error
                 return "\n".join(shown)
+            before = kind
 
 
 @pytest.fixture
