@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['gpus_here', 'Estimate', 'estimate', 'plan_memory']
 
-# %% ../nbs/09g_estimates.ipynb #9e62642b
+# %% ../nbs/09g_estimates.ipynb #5faa5250
 import base64
 import subprocess
 from html import escape
@@ -20,6 +20,7 @@ from .data import count_rows
 from .fitting import CLOSE, DOES_NOT, FITS, MAY_NOT, Fit, Remedy, Simulations, decide, remedies, simulations
 from .gpus import GPU, find_gpu
 from .machine import default_run_root, session_hours
+from .panel import say
 from .pictures import png_bytes
 
 # %% ../nbs/09g_estimates.ipynb #3fe57004
@@ -53,7 +54,7 @@ def _machine(cfg: RunConfig, gpus: int | None, gpu_memory_gib: str | float | Non
     gpu = min(here, key=lambda g: g.memory_mib) if here else find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)
     return gpu, gpus or cfg.nproc or (1 if cfg.strategy == "single" else len(here) or 2), bool(here)
 
-# %% ../nbs/09g_estimates.ipynb #55fec88b
+# %% ../nbs/09g_estimates.ipynb #5cb0c633
 _GIB = 2**30
 _CONTEXT, _SLACK = "CUDA context and NCCL", "allocator slack"
 _COLORS = {
@@ -71,13 +72,13 @@ class Estimate:
 
     `peak_gib` with its `categories`; `fits` and the `verdict` in words; `phases`, the peak of each; `host_gib` at `load` and at `save`, `disk_gib` for a
     `checkpoint`, the `export` and all that are `kept`; `tokens_per_second` of all GPUs together and `hours` at most, both `None` for a GPU whose speed is not
-    known; `remedies`; `assumptions`."""
+    known; `remedies`; `assumptions`; `simulation`, the `Fit` behind it."""
 
     def __init__(self, config: RunConfig, fit: Fit, found: list[Remedy], here: bool) -> None:
         self.config, self.decided, self.remedies = config, fit.cfg, found
         self.gpu, self.gpus, self.verdict, self.fits = fit.gpu, fit.gpus, fit.verdict, fit.fits
         self.peak_gib, self.limit_gib = fit.peak / _GIB, fit.limit / _GIB
-        self.internals, self._here = fit, here
+        self.simulation, self._here = fit, here
         highest = max(fit.found["peaks"], key=lambda peak: peak["bytes"])
         self.moment = highest["phase"]
         self.categories = {**{name: size / _GIB for name, size in highest["categories"].items()}, _CONTEXT: fit.context / _GIB, _SLACK: fit.slack / _GIB}
@@ -129,10 +130,10 @@ class Estimate:
 
     @property
     def assumptions(self) -> list[str]:
-        found = self.internals.found
+        found = self.simulation.found
         said = [
             f"every micro-batch is as large as it can be: {self.decided.batch_size} rows of {self.decided.max_length} tokens, {found['packing']}",
-            f"CUDA's context, kernels and NCCL take {self.internals.context / 2**20:.0f} MiB; the caching allocator takes what it would for these requests",
+            f"CUDA's context, kernels and NCCL take {self.simulation.context / 2**20:.0f} MiB; the caching allocator takes what it would for these requests",
             "a rank takes 1.9 GiB of the host's memory before the model, and rank 0 reads all of it (frozen weights in the compute dtype, else fp32)",
         ]
         if self.tokens_per_second:
@@ -143,7 +144,7 @@ class Estimate:
 
     def settings(self) -> dict[str, Any]:
         "What was decided, or given."
-        found, cfg = self.internals.found, self.decided
+        found, cfg = self.simulation.found, self.decided
         blocks = {0: "none", 1: "all"}.get(found["every"], f"every {found['every']}th")
         return {
             "strategy": cfg.strategy, "dtype": cfg.dtype, "tuning": cfg.tuning, "quantization": found["quantization"], "optimizer": cfg.optimizer,
@@ -216,14 +217,14 @@ class Estimate:
 
         figure = Figure(figsize=(8.6, 2.9), dpi=110, layout="constrained")
         axes = figure.subplots()
-        phases = self.internals.found["peaks"]
+        phases = self.simulation.found["peaks"]
         names = [peak["phase"] for peak in phases]
         lefts = [0.0] * len(phases)
         for category, color in _COLORS.items():
-            given = {_CONTEXT: self.internals.context}
+            given = {_CONTEXT: self.simulation.context}
             sizes = [given.get(category, peak["categories"].get(category, 0)) / _GIB for peak in phases]
             if category == _SLACK:
-                sizes = [self.internals.slack / _GIB if name == self.moment else 0.0 for name in names]
+                sizes = [self.simulation.slack / _GIB if name == self.moment else 0.0 for name in names]
             if max(sizes) > 0:
                 axes.barh(names, sizes, left=lefts, color=color, label=category, height=0.62)
             lefts = [left + size for left, size in zip(lefts, sizes, strict=True)]
@@ -274,7 +275,7 @@ def _estimate(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int, here: bool,
     fit = decide(ask, cfg, gpu, gpus)
     return Estimate(cfg, fit, remedies(ask, fit) if search and not fit.fits else [], here)
 
-# %% ../nbs/09g_estimates.ipynb #075d2f12
+# %% ../nbs/09g_estimates.ipynb #125663a5
 def plan_memory(cfg: RunConfig, force: bool = False) -> tuple[dict[str, Any], list[str]]:
     """What is decided for a run of `cfg` on the GPUs of this machine, empty without any, and what is to be said of it.
 
@@ -282,13 +283,14 @@ def plan_memory(cfg: RunConfig, force: bool = False) -> tuple[dict[str, Any], li
     if cfg.memory_check == "off" or not gpus_here():
         return {}, []
     gpu, gpus, here = _machine(cfg, None, None)
+    say(f"estimating what it takes on each of {gpus} x {gpu.name} ...")
     with simulations() as ask:
         try:
             found = _estimate(ask, cfg, gpu, gpus, here, search=False)
         except ValueError as error:  # training says what is wrong with a model, and may know more
             return {}, [f"how much memory it takes is not known beforehand: {error}"]
         if found.verdict == DOES_NOT and not force and cfg.memory_check == "refuse":
-            nearest = next((f" This would: cfg.replace({str(r).rpartition(': ')[0]})." for r in remedies(ask, found.internals)), "")
+            nearest = next((f" This would: cfg.replace({str(r).rpartition(': ')[0]})." for r in remedies(ask, found.simulation)), "")
             raise ConfigError(f"{found.line}{nearest} launch(cfg, force=True) or memory_check='warn' starts it all the same.")
     plan = {
         "gpu": gpu.name, "memory_mib": gpu.memory_mib, "gpus": gpus, "line": found.line, "peak_gib": round(found.peak_gib, 3), "categories": found.categories,

@@ -5,9 +5,18 @@
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'NoTokenizer', 'longest_batch', 'simulate', 'answer', 'main']
 
-# %% ../nbs/09e_simulation.ipynb #0e820aef
-import json
+# %% ../nbs/09e_simulation.ipynb #6901fc54
+import os
 import sys
+
+from .processes import watch_parent
+
+_IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
+if _IS_COMMAND:
+    watch_parent(os.getppid(), 0.5)  # first of all: importing torch takes seconds in which the kernel may die
+
+# %% ../nbs/09e_simulation.ipynb #15e1075a
+import json
 import tempfile
 import time
 import warnings
@@ -451,7 +460,7 @@ def _label_losses(strategy: Single, tracker: MemoryTracker) -> None:
     if inner.base_model is not inner:
         inner.base_model.register_forward_hook(after)
 
-# %% ../nbs/09e_simulation.ipynb #7a7daee4
+# %% ../nbs/09e_simulation.ipynb #ea54e255
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     "The result of one request, or its `error` and `message`."
     begun = time.perf_counter()
@@ -473,5 +482,5 @@ def main() -> None:
         print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
 
-if __name__ == "__main__" and globals().get("__spec__"):
+if _IS_COMMAND:
     main()

@@ -56,7 +56,7 @@ def test_opt_13b_on_two_t4_is_what_the_hand_computes(opt):
     half = 1_315_758_080 / 2 * 4 / 2**30  # GiB of fp32 on each of two
     assert opt.categories["parameters"] == pytest.approx(half, abs=0.01) and opt.categories["optimizer"] == pytest.approx(2 * half, abs=0.02)
     assert list(opt.phases) == ["load", "first step", "later step", "save"]
-    assert opt.internals.found["peaks"][1]["categories"]["gradients"] / 2**30 == pytest.approx(half, abs=0.02), "all of them are there before the first update"
+    assert opt.simulation.found["peaks"][1]["categories"]["gradients"] / 2**30 == pytest.approx(half, abs=0.02), "all of them are there before the first update"
     assert sum(opt.categories.values()) == pytest.approx(opt.peak_gib) and opt.limit_gib == pytest.approx(15109 / 1024)
     assert opt.fits and opt.fit() is opt.config and opt.settings()["parameters"] == 1_315_758_080
     assert opt.disk_gib["checkpoint"] == pytest.approx(6 * half) and opt.disk_gib["export"] == pytest.approx(half), "fp32 with two moments; fp16"
