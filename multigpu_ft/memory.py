@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# %% ../nbs/09_memory.ipynb #42d1ba29
+# %% ../nbs/09_memory.ipynb #7626583c
 CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations", "logits and loss", "temporary")
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
 
@@ -50,11 +50,11 @@ class MemoryTracker(TorchDispatchMode):
     """Writes down each storage that comes and goes while it is active.
 
     New storages are of the category `now`, and in the phase that `begin` named last. `on_operation(func, args, kwargs, result)` is called after each operation
-    that is no view."""
+    that is no view. With `short_masks` what dropout multiplies with takes a byte an element, as in a GPU's kernel; a CPU's is as wide as its input."""
 
-    def __init__(self, on_operation: Callable[..., None] | None = None) -> None:
+    def __init__(self, on_operation: Callable[..., None] | None = None, short_masks: bool = False) -> None:
         super().__init__()
-        self.now = "temporary"
+        self.now, self._short_masks = "temporary", short_masks
         self.events: list[tuple[int, int]] = []  # storage, bytes more or fewer
         self.phases: list[tuple[int, str]] = []  # first event, name
         self.category: dict[int, str] = {}  # by storage
@@ -125,6 +125,8 @@ class MemoryTracker(TorchDispatchMode):
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and (storage := _storage_of(tensor)) is not None:
                 self._meet(storage)
+        if self._short_masks and func.name().startswith("aten::bernoulli_"):
+            self._resize(self._meet(_storage_of(result)), result.numel())
         if self._on_operation and not func.is_view:
             self._on_operation(func, args, kwargs, result)
         return result

@@ -320,7 +320,7 @@ class _Clock:
         longer, shorter = max(self.computing, self.communicating), min(self.computing, self.communicating)
         return longer + 0.2 * shorter
 
-# %% ../nbs/09e_simulation.ipynb #2c5dcd59
+# %% ../nbs/09e_simulation.ipynb #d87cf52b
 _PROCESS_GIB = 1.9  # what a rank takes of the host's memory before the model: torch, CUDA's libraries, the driver
 _NOTEBOOK_GIB = 0.6  # kernel and agent
 
@@ -382,7 +382,7 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> dict[str, Any]:
     classifier = cfg.task == "classification"
     packing = "padded" if classifier else "packed" if cfg.packing == "auto" and cfg.attn_implementation != "flash_attention_2" else cfg.packing
     clock = _Clock(gpu, gpus)
-    tracker = MemoryTracker(clock if gpu.flops else None)
+    tracker = MemoryTracker(clock if gpu.flops else None, short_masks=kind == "cuda")
     if kind == "cuda":
         _use_attention_on_gpu(shell, gpu)
     if quantization == "4bit":

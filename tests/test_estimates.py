@@ -185,8 +185,8 @@ def test_the_kernel_side_imports_no_torch():
 @pytest.mark.parametrize("name", ["fsdp, bf16", "qlora", "ddp, 8-bit Adam"])
 def test_it_is_near_to_a_real_run(name, tmp_path):
     "Bytes of torch's CPU allocator in 2 real ranks. bench/memory.py does this for 21 configurations."
-    predicted, measured = bench.compare(name)
-    assert predicted == pytest.approx(measured, rel=0.08)
+    predicted, measured, _ = bench.compare(name)
+    assert predicted == pytest.approx(measured, rel=0.03)
 
 
 # -- who asks it ----------------------------------------------------------------------------------------------------
