@@ -7,7 +7,7 @@ _HOMES = {
     "RunConfig": "config", "RunDir": "rundir", "ConfigError": "config", "DataError": "config", "ModelError": "config",
     "CheckpointError": "config", "launch": "launcher", "Run": "launcher", "runs": "launcher", "RunFailed": "failures", "run_slices": "slices",
     "Slices": "slices", "load_export": "exports", "form": "widgets", "doctor": "checkup", "evaluate": "evaluation", "Evaluation": "reports",
-    "model_card": "cards", "sync": "syncing",
+    "model_card": "cards", "sync": "syncing", "estimate": "estimates", "Estimate": "estimates",
 }
 __all__ = list(_HOMES)
 

@@ -17,7 +17,8 @@ from typing import Any
 import tyro
 
 from .checkup import doctor
-from .config import PRESET_NEEDS, PRESETS, RunConfig, refuse_secrets
+from .config import PRESET_NEEDS, PRESETS, ConfigError, RunConfig, refuse_secrets
+from .estimates import estimate
 from .evaluation import evaluate
 from .failures import RunFailed
 from .launcher import Run, Runs, changed_settings, launch, runs
@@ -59,7 +60,8 @@ def _refuse_secrets(arguments: list[str]) -> None:
 
 
 def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
-    run = launch(parse_config(arguments))
+    force = "--force" in arguments
+    run = launch(parse_config([a for a in arguments if a != "--force"]), force=force)
     status = run.status
     result = {"run": str(run.dir.path), **{k: status.get(k) for k in ("state", "step", "loss_before", "loss_after", "checkpoint", "export")}}
     if not as_json:
@@ -107,6 +109,16 @@ def flags(cfg: RunConfig) -> str:
 def _flag(name: str, value: Any) -> list[str]:
     flag = name.replace("_", "-")
     return [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+
+
+def _estimate(arguments: list[str], as_json: bool) -> dict[str, Any]:
+    gpus, memory = _take(arguments, "--gpus"), _take(arguments, "--gpu-memory-gib")
+    if gpus is not None and not gpus.lstrip("-").isdigit():
+        raise ConfigError(f"--gpus {gpus!r} is no number of GPUs.")
+    found = estimate(parse_config(arguments, "estimate"), gpus and int(gpus), memory)
+    if not as_json:
+        print(found)
+    return found.record()
 
 
 def _slices(arguments: list[str], as_json: bool) -> dict[str, Any]:
@@ -208,7 +220,7 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 _VERBS = {
-    "train": _train, "slices": _slices, "evaluate": _evaluate, "runs": _runs, "sync": _sync, "presets": _presets, "doctor": _doctor,
+    "train": _train, "estimate": _estimate, "slices": _slices, "evaluate": _evaluate, "runs": _runs, "sync": _sync, "presets": _presets, "doctor": _doctor,
 }
 
 

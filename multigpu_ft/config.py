@@ -153,6 +153,9 @@ class RunConfig(BaseModel):
     activation_checkpointing: Literal["auto", "none", "full"] | Annotated[int, Field(ge=2)] = _field(
         "auto", "memory", "blocks that compute their activations again in the backward pass: none, full, a number k for every k-th; auto: as few as fit"
     )
+    memory_check: Literal["refuse", "warn", "off"] = _field(
+        "refuse", "memory", "before a run on GPUs, estimate its memory and refuse what cannot fit, say so only, or do not estimate"
+    )
     compile: bool = _field(False, "memory", "compile the transformer blocks: faster steps after minutes of compiling")
 
     resume_file: str = _field(

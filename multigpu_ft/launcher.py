@@ -24,6 +24,7 @@ import psutil
 from .calls import call, start_agent
 from .config import CheckpointError, ConfigError, RunConfig
 from .data import count_rows
+from .estimates import plan_memory
 from .failures import ending, failure_of, tail
 from .figures import figures_as_png, loss_figure, save_png
 from .hub import check_access, find_remote, parse_hub
@@ -31,7 +32,7 @@ from .lineage import find_checkpoints, is_foreign, ledger_remarks, read_progress
 from .machine import default_run_root, for_this_machine, session_end, use_secrets
 from .panel import LiveLine, Panel, Place, age, has_viewer, progress_line, react_to_widgets, say
 from .processes import is_running
-from .rundir import FINAL_STATES, LIVE_STATES, RunDir
+from .rundir import FINAL_STATES, LIVE_STATES, PLAN_FILE, RunDir, write_json
 
 # %% ../nbs/10_launcher.ipynb #fa6c0408
 def recipe(name: str = "train.ipynb") -> Path:
@@ -323,20 +324,21 @@ class Run:
 # %% ../nbs/10_launcher.ipynb #e383e580
 def launch(
     what: RunConfig | Callable[..., Any], *args: Any,
-    nproc: int | None = None, wait: bool = True, detach: bool = False, panel: bool | Place | None = None,
+    nproc: int | None = None, wait: bool = True, detach: bool = False, panel: bool | Place | None = None, force: bool = False,
 ) -> Any:
     """Start a run, or a function on several ranks.
 
     With a `RunConfig`: on all GPUs, or 2 processes without one. Shows its progress until it has ended, and returns the `Run`; with `wait=False` at once.
-    `detach=True` lets it outlive this kernel (`Run.attach` finds it again). `panel` as in `Run.show`. Raises `DataError` or `CheckpointError` for what can
-    be checked at once; waiting raises as `Run.wait` does.
+    `detach=True` lets it outlive this kernel (`Run.attach` finds it again). `panel` as in `Run.show`. On GPUs the memory it takes is estimated first: what
+    cannot fit is refused with a `ConfigError` that says what would, unless `force=True`. Raises `DataError` or `CheckpointError` for what else can be checked
+    at once; waiting raises as `Run.wait` does.
 
     With a function: `function(*args)` on `nproc` ranks, see `calls.call`; returns what rank 0 returns.
     """
     if isinstance(what, RunConfig):
         if args or nproc is not None:
             raise ConfigError("arguments and nproc= belong to a function; a run's settings are in its RunConfig: launch(cfg.replace(nproc=2)).")
-        return _launch_run(what, wait, detach, panel)
+        return _launch_run(what, wait, detach, panel, force)
     if not callable(what):
         raise ConfigError(f"launch takes a RunConfig or a function, not a {type(what).__name__}; RunConfig(...) or RunConfig.preset(name) makes one.")
     if detach or not wait:
@@ -344,15 +346,18 @@ def launch(
     return call(what, args, nproc)
 
 
-def _launch_run(cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | None) -> Run:
+def _launch_run(cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | None, force: bool) -> Run:
     use_secrets()
     cfg = for_this_machine(cfg)
     num_rows = count_rows(cfg)
     end_idx = cfg.slice_end(num_rows) if num_rows is not None else None
     sweep(Path(cfg.run_root))
     access, (origin, remarks, revision) = check_access(cfg), _origin(cfg, end_idx)
-    remarks = [*access, *remarks]
+    plan, doubts = plan_memory(cfg, force)
+    remarks = [*access, *remarks, *doubts]
     run_dir = RunDir.create(cfg, end_idx)
+    if plan:
+        write_json(run_dir.path / PLAN_FILE, plan)
     say("\n".join([f"{run_dir.name}: {origin}", *(f"{run_dir.name}: {remark}" for remark in remarks)]))
     parent = {} if detach else {"launcher": os.getpid()}
     pinned = {"resumed_revision": revision} if revision else {}

@@ -25,20 +25,20 @@ _GPU_CHUNK_BYTES = 2**28  # of fp32 logits: large enough for full speed, small b
 _FP16_GAIN = 32.0
 
 
-def _chunk_rows(device: torch.device, vocabulary: int) -> int:
-    return _CPU_CHUNK if device.type == "cpu" else max(_CPU_CHUNK, _GPU_CHUNK_BYTES // (4 * vocabulary))
+def _chunk_rows(kind: str, vocabulary: int) -> int:
+    return _CPU_CHUNK if kind == "cpu" else max(_CPU_CHUNK, _GPU_CHUNK_BYTES // (4 * vocabulary))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, training):
+    def forward(ctx, hidden, weight, bias, targets, scale, training, kind):
         gain = _FP16_GAIN if hidden.dtype == torch.float16 else 1.0
         losses = hidden.new_empty(len(targets), dtype=torch.float32)
         needs_weight, needs_bias = (training and ctx.needs_input_grad[i] for i in (1, 2))
         grad_hidden = torch.empty_like(hidden) if training else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        rows = _chunk_rows(hidden.device, len(weight))
+        rows = _chunk_rows(kind, len(weight))
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
             inputs, wanted = hidden[chunk], targets[chunk, None]
@@ -57,7 +57,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_weight:
                 if weight.dtype == torch.float32:
                     grad_weight.addmm_(grad.T, inputs)
-                elif weight.device.type == "cuda":
+                elif kind == "cuda":
                     grad_weight.add_(torch.mm(grad.T, inputs, out_dtype=torch.float32))
                 else:
                     grad_weight.add_(grad.T @ inputs)
@@ -73,21 +73,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_total, _):
         gradients = [None if g is None else g.mul_(grad_total) for g in ctx.gradients]
         ctx.gradients = None
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, scale: float | torch.Tensor = 1.0
+    hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, scale: float | torch.Tensor = 1.0, kind: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of `head(hidden)` with `targets`, without ever holding `[tokens, vocabulary]`.
 
     `hidden` is `float[tokens, hidden]`, `targets` `int64[tokens]`; tokens without a target are to be left out before. Returns the sum of the losses times
     `scale`, to call `backward` on (once), and each token's loss, `fp32[tokens]` in nats, without a graph. A head that is a plain `nn.Linear`, tied or not,
     frozen or not, gets its gradients in the forward pass; any other (LoRA on the head, quantized) computes its chunks a second time in the backward pass.
+    Chunks have the size that is right for a `kind` of device, that of `hidden` unless it is named.
     """
+    kind = kind or hidden.device.type
     if type(head) is nn.Linear:
-        return _ChunkedCrossEntropy.apply(hidden.to(head.weight.dtype), head.weight, head.bias, targets, scale, torch.is_grad_enabled())
-    rows = _chunk_rows(hidden.device, getattr(head, "out_features", 2**16))
+        return _ChunkedCrossEntropy.apply(hidden.to(head.weight.dtype), head.weight, head.bias, targets, scale, torch.is_grad_enabled(), kind)
+    rows = _chunk_rows(kind, getattr(head, "out_features", 2**16))
 
     def losses_of(inputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(head(inputs).float(), wanted, reduction="none")
@@ -112,10 +114,11 @@ def without_adapter(model: nn.Module) -> nn.Module:
 class LossModel(nn.Module):
     "A causal language model of transformers, or one that peft has wrapped, with the loss as its output."
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kind: str | None = None) -> None:
         super().__init__()
         self.model = model
         self.chunked = True
+        self._kind = kind  # of device, as `chunked_cross_entropy` takes it
 
     def forward(
         self, input_ids: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor, scale: float | torch.Tensor = 1.0,
@@ -132,7 +135,7 @@ class LossModel(nn.Module):
             inputs["position_ids"] = position_ids
         if self.chunked:
             hidden = causal_lm.base_model(**inputs).last_hidden_state.flatten(0, 1)
-            return chunked_cross_entropy(hidden.index_select(0, predictors), causal_lm.get_output_embeddings(), targets, scale)
+            return chunked_cross_entropy(hidden.index_select(0, predictors), causal_lm.get_output_embeddings(), targets, scale, self._kind)
         logits = causal_lm(**inputs).logits.flatten(0, 1).index_select(0, predictors)
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
         return losses.sum() * scale, losses.detach()

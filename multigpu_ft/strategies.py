@@ -166,18 +166,15 @@ class Single:
         return []
 
     def _fully_shard(self, model: nn.Module) -> nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh  # with fsdp most of a second of imports that ddp does without
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # with fsdp most of a second of imports that ddp does without
 
-        size, names = self.world.size, ("replicate", "shard")
-        kind = self.world.device.type
-        mesh = init_device_mesh(kind, (size,)) if self._shards == size else init_device_mesh(kind, (size // self._shards, self._shards), mesh_dim_names=names)
+        mesh = self._make_mesh()
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32) if self.dtype != torch.float32 else MixedPrecisionPolicy()
         self.model, blocks, done = model, transformer_blocks(model.model), set()
         whole = sum(p.numel() * (self.dtype.itemsize + 4 * p.requires_grad) for p in model.parameters())
         for unit in (*blocks, model):
             originals = self._place(unit, done)
-            outputs = packed_outputs(unit) if self._shards > 1 and unit is not model else {}
+            outputs = self._packed_outputs(unit) if self._shards > 1 and unit is not model else {}
             # where a shard is the whole, what is frozen and has its dtype already needs no FSDP
             frozen = {p for p in unit.parameters() if not p.requires_grad} if self._shards == 1 else None
             # the root's inputs are token ids, and the factor of the loss, which must stay in fp32
@@ -198,6 +195,15 @@ class Single:
             block.set_reshard_after_forward(self.cfg.sharding == "full_shard" and not self.window)
         return model
 
+    def _make_mesh(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        kind, size, names = self.world.device.type, self.world.size, ("replicate", "shard")
+        return init_device_mesh(kind, (size,)) if self._shards == size else init_device_mesh(kind, (size // self._shards, self._shards), mesh_dim_names=names)
+
+    def _packed_outputs(self, unit: nn.Module) -> dict[str, torch.Tensor]:
+        return packed_outputs(unit)
+
     def _choose_window(self, whole: int) -> bool:
         if self.cfg.communication != "auto" or self._shards == 1:
             return self.cfg.communication != "micro_batch"
@@ -211,7 +217,10 @@ class Single:
         kept = 12 * sum(local_part(p).numel() for p in parameters if p.requires_grad)
         if self.window and hasattr(self.model, "set_requires_gradient_sync"):
             kept += sum((self.dtype.itemsize + 4 * p.requires_grad) * p.numel() for p in parameters)
-        return free_bytes(self.world.device) - kept - _LOSS_BYTES
+        return self._free_bytes() - kept - _LOSS_BYTES
+
+    def _free_bytes(self) -> float:
+        return free_bytes(self.world.device)
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -281,8 +290,9 @@ class DDP(Single):
         # buffers never change in training; the option not to send them around was renamed in torch 2.13
         keep_buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
         self._place(model, set())
+        # weights are everybody's already: sent by rank 0, or read from the same files and drawn from the same seed
         return DistributedDataParallel(
-            model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True, **{keep_buffers: False}
+            model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True, init_sync=False, **{keep_buffers: False}
         )
 
     @contextmanager

@@ -136,7 +136,7 @@ class Training:
         again = bool(checkpoint) and checkpoint.is_relative_to(run_dir.path)  # started again: it goes on where it was, whatever it began with
         if again and self.cfg.resume_scope == "weights":
             self.cfg = self.cfg.replace(resume_scope="all")
-        prepared = prepare_model(self.cfg, self.world, self.tokenizer, self.label_names, checkpoint, self.tracker.remark)
+        prepared = prepare_model(self.cfg, self.world, self.tokenizer, self.label_names, checkpoint, self.tracker.remark, run_dir.plan())
         self.strategy, self.quantization, about = prepared.strategy, prepared.quantization, prepared.about
         self.watch = Stopwatch(self.world.device, self.beat)
         if self.world.size > 1:

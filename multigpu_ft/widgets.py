@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from html import escape
 from types import NoneType, UnionType
@@ -21,8 +20,8 @@ import ipywidgets as w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-import multigpu_ft
 from .config import PRESET_NEEDS, PRESETS, ConfigError, RunConfig
+from .estimates import estimate
 from .launcher import Run, launch, recipe
 from .panel import Place, has_viewer
 
@@ -425,22 +424,19 @@ class Form:
 
     def _estimate_later(self, cfg: RunConfig) -> None:
         "Say what `cfg` will take, when nothing was typed for a moment; never while somebody waits for the next letter."
-        estimate = getattr(multigpu_ft, "estimate", None)
-        if estimate is None:
-            _set(self._memory, _fine("memory: no estimate in this version; the run's panel says what it takes after its first step"))
-            return
         self._timer.cancel()
-        self._timer = threading.Timer(_ESTIMATE_AFTER_S, self._estimate, (estimate, cfg))
+        self._timer = threading.Timer(_ESTIMATE_AFTER_S, self._estimate, (cfg,))
         self._timer.daemon = True
         self._timer.start()
         _set(self._memory, _fine("memory: estimating ..."))
 
-    def _estimate(self, estimate: Callable[[RunConfig], Any], cfg: RunConfig) -> None:
+    def _estimate(self, cfg: RunConfig) -> None:
         with self._estimating:  # one at a time: it takes a core
             if cfg != self._config:
                 return
             try:
-                text = str(estimate(cfg))
+                found = estimate(cfg)
+                text = " ".join([found.line, *(f"Nearest: {remedy}." for remedy in found.remedies[:1])])
             except Exception as error:  # an estimate that cannot be made is no reason to stop typing
                 text = f"no estimate: {error}"
         with self._lock:

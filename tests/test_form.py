@@ -4,6 +4,7 @@ import shlex
 import sys
 import time
 from html import unescape
+from types import SimpleNamespace
 
 import ipywidgets
 import pytest
@@ -13,6 +14,13 @@ from papermill.cli import _resolve_type
 import multigpu_ft
 from multigpu_ft import ConfigError, RunConfig, form, widgets
 from multigpu_ft.config import PRESET_NEEDS, PRESETS
+
+
+@pytest.fixture(autouse=True)
+def no_estimates(monkeypatch):
+    "Each takes a core for seconds."
+    monkeypatch.setattr(widgets, "_ESTIMATE_AFTER_S", 600)
+
 
 TINY = {"end_idx": 64, "batch_size": 8, "packing": "padded", "nproc": 1, "max_steps": 3}
 
@@ -245,24 +253,23 @@ def test_only_what_the_button_prints_goes_to_the_form(capsys):
     assert heard.getvalue() == "of launch\n" and capsys.readouterr().out == "of a cell\n"
 
 
-def test_no_estimate_is_said_and_one_comes_when_typing_pauses(monkeypatch):
-    monkeypatch.delitem(multigpu_ft._HOMES, "estimate", raising=False)
+def test_an_estimate_comes_when_typing_pauses(monkeypatch):
     f = form()
     f._build()
-    assert "no estimate in this version" in shown(f._memory)
     asked = []
 
     def estimate(cfg):
         asked.append(cfg.batch_size)
         if cfg.batch_size == 99:
             raise ValueError("no such model")
-        return f"{cfg.batch_size} GB <each>"
+        return SimpleNamespace(line=f"{cfg.batch_size} GB <each>.", remedies=["batch_size=1: 2.0 GiB"])
 
-    monkeypatch.setattr(multigpu_ft, "estimate", estimate, raising=False)
+    monkeypatch.setattr(widgets, "_ESTIMATE_AFTER_S", 0.6)
+    monkeypatch.setattr(widgets, "estimate", estimate)
     for text in ("1", "12", "123"):
         f.inputs["batch_size"].value = text
     assert "estimating" in shown(f._memory) and not asked
-    until(lambda: "memory: 123 GB <each>" in shown(f._memory), 5, "an estimate")
+    until(lambda: "memory: 123 GB <each>. Nearest: batch_size=1: 2.0 GiB." in shown(f._memory), 5, "an estimate")
     f.inputs["batch_size"].value = "x"
     f.inputs["batch_size"].value = "99"
     until(lambda: "no estimate: no such model" in shown(f._memory), 5, "why there is none")
