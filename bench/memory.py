@@ -41,7 +41,7 @@ OPT = {"model_type": "opt", "vocab_size": 4000, "hidden_size": 256, "word_embed_
 QWEN = {"model_type": "qwen3", "vocab_size": 6000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True}
 BERT = {"model_type": "bert", "vocab_size": 4000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8}
-LABELLED = {"task": "classification", "max_length": 128, "batch_size": 16}
+LABELLED = {"task": "classification", "packing": "padded", "max_length": 128, "batch_size": 16}
 ON_CPU = {
     "ddp": (OPT, {"strategy": "ddp"}),
     "ddp, accumulated": (OPT, {"strategy": "ddp", "accum_steps": 2}),
@@ -98,6 +98,9 @@ def measure(cfg: RunConfig) -> tuple[int, int]:
     dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, world.device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
         model, streamed = load_base(cfg, world, NoTokenizer(), labels, dtype, quantization, cfg.strategy == "fsdp")
+        for parameter in () if streamed else model.parameters():  # on a GPU each is a copy, here a view of the file, all of which counts while one is there
+            if not hasattr(parameter, "quant_state"):
+                parameter.data = parameter.data.clone()
         strategy, _ = make_strategy(cfg, world, 0)
         put_under(cfg, strategy, with_loss(cfg, model, labels), streamed)
         del model

@@ -326,7 +326,9 @@ _NOTEBOOK_GIB = 0.6  # kernel and agent
 
 
 def longest_batch(cfg: RunConfig, packing: str, labels: bool) -> dict[str, np.ndarray]:
-    rows = [[Text(np.ones(cfg.max_length, np.int32), label=0 if labels else None)] for _ in range(cfg.batch_size)]
+    "Of full rows, but that one is a token shorter than the others: with rows all alike there would be no mask."
+    lengths = [cfg.max_length] * (cfg.batch_size - 1) + [cfg.max_length - (cfg.batch_size > 1)]
+    rows = [[Text(np.ones(length, np.int32), label=0 if labels else None)] for length in lengths]
     return collate(rows, 0, packing)
 
 
