@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from .calls import visible_gpus
-from .config import ConfigError, RunConfig
+from .config import BUILTIN_DATASET, ConfigError, RunConfig
 from .data import count_rows
 from .fitting import CLOSE, DOES_NOT, FITS, MAY_NOT, Fit, Remedy, Simulations, decide, remedies, simulations
 from .gpus import GPU, find_gpu
@@ -243,7 +243,7 @@ class Estimate:
 def _rows(cfg: RunConfig) -> tuple[int, bool]:
     "Rows of the slice, and whether that is known; the data may be elsewhere."
     try:
-        num_rows = count_rows(cfg)
+        num_rows = count_rows(cfg) if cfg.dataset != BUILTIN_DATASET else None  # gathering that takes seconds
     except (ValueError, OSError):
         num_rows = None
     if num_rows is not None and num_rows > cfg.start_idx:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -43,7 +43,7 @@ def _versions() -> list[str]:
         with suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
     code = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(config.__file__).parent.glob("*.py")):
         code.update(path.read_bytes())
     return [*found, code.hexdigest()]
 
@@ -188,29 +188,58 @@ class Fit:
     def tokens_per_second(self) -> float | None:
         return self.found["tokens"] / self.found["seconds"] if self.found["seconds"] else None
 
+# %% ../nbs/09f_fitting.ipynb #5e894bce
+_FEW, _MORE = 2, 4  # blocks
+
+
+def _whole(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
+    return Fit(cfg, gpu, gpus, ask(cfg, gpu, gpus))
+
+
+def _guess(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
+    "What `cfg` would take with all its blocks, from models of few."
+    few = ask(cfg, gpu, gpus, _FEW)
+    if few["of_blocks"] <= 2 * _MORE:
+        return _whole(ask, cfg, gpu, gpus)
+    if cfg.strategy == "fsdp" and cfg.communication == "auto":  # few blocks have room to be gathered once in a window, and all may not
+        once = _guess(ask, cfg.replace(communication="window"), gpu, gpus)
+        return once if once.fits else _guess(ask, cfg.replace(communication="micro_batch"), gpu, gpus)
+    more = ask(cfg, gpu, gpus, _MORE)
+    left = (few["of_blocks"] - _FEW) / (_MORE - _FEW)
+
+    def line(low: float, high: float) -> float:
+        return low + max(0.0, high - low) * left
+
+    peaks = [{**a, "bytes": line(a["bytes"], b["bytes"])} for a, b in zip(few["peaks"], more["peaks"], strict=True)]
+    used = max(peak["bytes"] for peak in peaks)
+    slack = max(found["reserved"] - max(peak["bytes"] for peak in found["peaks"]) for found in (few, more))
+    seconds = few["seconds"] and line(few["seconds"], more["seconds"])
+    return Fit(cfg, gpu, gpus, {**more, "peaks": peaks, "reserved": used + slack, "seconds": seconds})
+
 # %% ../nbs/09f_fitting.ipynb #1c381af0
+_HOPELESS = 1.05  # of the GPU, by a guess
+
+
 def _checkpointed(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
     "With as few blocks recomputed as fit. If nothing fits, with all of them."
-    def fit(setting: Any) -> Fit:
-        chosen = cfg.replace(activation_checkpointing=setting)
-        return Fit(chosen, gpu, gpus, ask(chosen, gpu, gpus))
+    def fit(setting: Any, how: Callable[..., Fit] = _whole) -> Fit:
+        return how(ask, cfg.replace(activation_checkpointing=setting), gpu, gpus)
 
     if cfg.activation_checkpointing != "auto":
         return fit(cfg.activation_checkpointing)
-    without = fit("none")
-    if without.fits:
-        return without
-    with_all = fit("full")
-    saved = without.peak - with_all.peak
-    if not with_all.fits or saved <= 0:
-        return with_all if saved > 0 else without
-    every = int(saved / (without.peak - without.limit)) if without.peak > without.limit else 8
-    while every > 1:
-        some = fit(min(every, 8))
-        if some.fits:
-            return some
-        every = min(every, 8) - 1
-    return with_all
+    found = fit("none", _guess)
+    if found.fits:
+        found = fit("none")
+    saved = 0.0 if found.fits else fit("none", _guess).peak - fit("full", _guess).peak
+    if saved <= 0:
+        return found if found.fits else fit("none")
+    every, share = 9, 0.0  # of the blocks
+    while every > 1 and not found.fits:
+        share += (found.peak - found.limit) / saved
+        every = max(1, min(every - 1, int(1 / share)))
+        share = 1 / every
+        found = fit(every if every > 1 else "full")
+    return found
 
 
 def decide(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
@@ -224,17 +253,17 @@ def decide(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
         return _checkpointed(ask, cfg, gpu, gpus)
     if gpus == 1:
         return _checkpointed(ask, cfg.replace(strategy="single"), gpu, gpus)
-    whole = _checkpointed(ask, cfg.replace(strategy="ddp"), gpu, gpus)
-    if whole.fits:
-        return whole
+    replicated, found = cfg.replace(strategy="ddp"), None
+    least = replicated.replace(activation_checkpointing="full" if cfg.activation_checkpointing == "auto" else cfg.activation_checkpointing)
+    if _guess(ask, least, gpu, gpus).peak < _HOPELESS * gpu.memory_mib * 2**20:
+        found = _checkpointed(ask, replicated, gpu, gpus)
+        if found.fits:
+            return found
     with suppress(ConfigError):  # 8-bit moments and 8-bit weights do not go with fsdp
         return _checkpointed(ask, cfg.replace(strategy="fsdp"), gpu, gpus)
-    return whole
+    return found or _checkpointed(ask, replicated, gpu, gpus)
 
 # %% ../nbs/09f_fitting.ipynb #f8ac527a
-_FEW, _MORE = 2, 4  # blocks
-
-
 def _changes(fit: Fit) -> Iterator[dict[str, Any]]:
     "Settings to try in place of those of `fit`. The global batch stays what it is."
     cfg, gpus = fit.cfg, fit.gpus
@@ -281,22 +310,6 @@ class Remedy:
         return f"{said}: {self.peak / 2**30:.1f} GiB{speed}"
 
 
-def _guess(ask: Simulations, cfg: RunConfig, fit: Fit) -> Fit:
-    "What `cfg` would take with all blocks of `fit`'s model, from models of few."
-    few, more = (ask(cfg, fit.gpu, fit.gpus, blocks) for blocks in (_FEW, _MORE))
-    left = (fit.found["blocks"] - _FEW) / (_MORE - _FEW)
-
-    def line(low: float, high: float) -> float:
-        return low + max(0.0, high - low) * left
-
-    peaks = [{**a, "bytes": line(a["bytes"], b["bytes"])} for a, b in zip(few["peaks"], more["peaks"], strict=True)]
-    used = max(peak["bytes"] for peak in peaks)
-    slack = max(0.0, more["reserved"] / max(p["bytes"] for p in more["peaks"]) - 1)
-    seconds = few["seconds"] and line(few["seconds"], more["seconds"])
-    found = {**more, "peaks": peaks, "reserved": used * (1 + slack), "tokens": more["tokens"], "seconds": seconds}
-    return Fit(cfg, fit.gpu, fit.gpus, found)
-
-
 def remedies(ask: Simulations, fit: Fit) -> list[Remedy]:
     "Changes with which `fit`'s configuration would fit, the fastest first, those that change the tuning last."
     found: list[tuple[bool, Remedy]] = []
@@ -304,11 +317,12 @@ def remedies(ask: Simulations, fit: Fit) -> list[Remedy]:
     for changes in _changes(fit):
         changes = {name: value for name, value in changes.items() if getattr(fit.cfg, name) != value}
         other = changes.get("tuning", fit.cfg.tuning) != fit.cfg.tuning
-        if not changes or changes in tried or (other and sum(not o for o, _ in found) >= 2):
+        enough = any(remedy.changes.items() <= changes.items() for _, remedy in found)
+        if not changes or enough or changes in tried or (other and sum(not o for o, _ in found) >= 2):
             continue
         tried.append(changes)
         with suppress(ValueError):  # what does not go together is no remedy
-            guess = _guess(ask, fit.cfg.replace(**changes), fit)
+            guess = _guess(ask, fit.cfg.replace(**changes), fit.gpu, fit.gpus)
             if guess.fits:
                 found.append((other, Remedy(changes, guess.peak, guess.tokens_per_second)))
     found.sort(key=lambda pair: (pair[0], -(pair[1].tokens_per_second or 0)))

@@ -8,6 +8,7 @@ __all__ = ['CATEGORIES', 'MemoryTracker', 'Peak', 'read_peaks', 'CachingAllocato
 # %% ../nbs/09_memory.ipynb #9a143dfa
 import weakref
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 # %% ../nbs/09_memory.ipynb #7626583c
 CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations", "logits and loss", "temporary")
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
+_DEVICE = torch.ops.prim.device.default
 
 
 def _packed_weight(args: tuple[Any, ...]) -> int:
@@ -49,11 +51,14 @@ def _size(storage: torch.UntypedStorage) -> int:
 class MemoryTracker(TorchDispatchMode):
     """Writes down each storage that comes and goes while it is active.
 
-    New storages are of the category `now`, and in the phase that `begin` named last. `on_operation(func, args, kwargs, result)` is called after each operation
-    that is no view. With `short_masks` what dropout multiplies with takes a byte an element, as in a GPU's kernel; a CPU's is as wide as its input."""
+    New storages are of the category `now`, and in the phase that `begin` named last; what collectives are to reduce is of the category `reduced`.
+    `on_operation(func, args, kwargs, result)` is called after each operation that is no view. With `short_masks` what dropout multiplies with takes
+    a byte an element, as in a GPU's kernel; a CPU's is as wide as its input."""
 
-    def __init__(self, on_operation: Callable[..., None] | None = None, short_masks: bool = False) -> None:
+    def __init__(self, on_operation: Callable[..., None] | None = None, short_masks: bool = False, reduced: str = "unsharded") -> None:
         super().__init__()
+        self._reduced = reduced
+        self.sent: set[int] = set()  # storages that collectives read and write; FSDP makes those on streams of their own
         self.now, self._short_masks = "temporary", short_masks
         self.events: list[tuple[int, int]] = []  # storage, bytes more or fewer
         self.phases: list[tuple[int, str]] = []  # first event, name
@@ -62,8 +67,12 @@ class MemoryTracker(TorchDispatchMode):
         self._on_operation = on_operation
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}  # of those that are there
-        self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._resizable: dict[int, list[tuple[int, weakref.ref[torch.UntypedStorage]]]] = {}  # what one operation filled, by its first storage
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to say so takes time in each operation
 
     def begin(self, phase: str) -> None:
         self.look_again()
@@ -78,13 +87,15 @@ class MemoryTracker(TorchDispatchMode):
 
     def look_again(self) -> None:
         "Notice storages that were resized."
-        for number, reference in list(self._resizable.items()):
-            storage = reference()
-            size = 0 if storage is None else storage.nbytes()
-            if size != self._sizes[number]:
-                self._resize(number, size)
-            if not size:
-                del self._resizable[number]
+        for first, storages in list(self._resizable.items()):
+            storage = storages[0][1]()
+            if storage is not None and storage.nbytes() == self._sizes[first]:
+                continue  # FSDP resizes all that it filled at once or none: one of them speaks for the others
+            for number, reference in storages:
+                storage = reference()
+                self._resize(number, 0 if storage is None else storage.nbytes())
+            if not self._sizes[first]:
+                del self._resizable[first]
 
     def _resize(self, number: int, size: int) -> None:
         change = size - self._sizes.get(number, 0)
@@ -107,27 +118,38 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # which device, which layout
+        if func is _DEVICE:  # half of all calls
+            return getattr(args[0], "fake_device", None) or func(*args)
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         self.look_again()
-        inside = _INSIDE.get(func.name().partition(".")[0])
+        name = func.name()
+        inside = _INSIDE.get(name.partition(".")[0])
         if inside:
             self._pass_through(inside(args))
         result = func(*args, **kwargs)
-        if func.namespace in _COLLECTIVES or "split_with_sizes_copy" in func.name():
-            for tensor in tree_leaves((args, kwargs)):
+        filled = "split_with_sizes_copy" in name
+        if filled or func.namespace in _COLLECTIVES:
+            storages = []
+            for tensor in tree_leaves(kwargs["out"] if filled else (args, kwargs)):
                 if isinstance(tensor, torch.Tensor) and (storage := _storage_of(tensor)) is not None:
                     number = self._meet(storage)
+                    storages.append((number, weakref.ref(storage)))
                     self._resize(number, _size(storage))
-                    self._resizable[number] = weakref.ref(storage)
                     if self.category[number] in ("temporary", "activations"):
-                        self.category[number] = "unsharded"
+                        self.category[number] = "unsharded" if filled or "gather" in name else self._reduced
+                    if "c10d" in func.namespace:
+                        self.sent.add(number)
+            if filled and storages:
+                self._resizable[storages[0][0]] = storages
+        if func.is_view:
+            return result
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and (storage := _storage_of(tensor)) is not None:
                 self._meet(storage)
-        if self._short_masks and func.name().startswith("aten::bernoulli_"):
+        if self._short_masks and name.startswith("aten::bernoulli_"):
             self._resize(self._meet(_storage_of(result)), result.numel())
-        if self._on_operation and not func.is_view:
+        if self._on_operation:
             self._on_operation(func, args, kwargs, result)
         return result
 
@@ -186,35 +208,38 @@ class _Piece:
     "Consecutive bytes of a segment."
 
     size: int
-    small: bool
+    pool: tuple[str, bool]  # stream, small
     free: bool = True
     before: "_Piece | None" = field(default=None, repr=False)
     after: "_Piece | None" = field(default=None, repr=False)
 
 
 class CachingAllocator:
-    "torch's caching allocator for CUDA, as far as sizes go. `reserved` is what it has taken, in bytes, `peak` the most so far."
+    "torch's caching allocator for CUDA, as far as sizes go. `reserved` is what it has taken of its `limit`, in bytes, `peak` the most so far."
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = float("inf")) -> None:
         self.reserved = self.peak = 0
-        self._free: dict[bool, list[tuple[int, int, _Piece]]] = {True: [], False: []}  # by kind of segment, sorted by size
+        self._limit = limit
+        self._free: dict[tuple[str, bool], list[tuple[int, int, _Piece]]] = defaultdict(list)  # by stream and kind of segment, sorted by size
         self._count = 0
 
-    def take(self, size: int) -> _Piece:
+    def take(self, size: int, stream: str = "compute") -> _Piece:
         size = _rounded(max(size, 1))
         small = size <= _SMALL
-        pool = self._free[small]
+        pool = self._free[stream, small]
         at = bisect_left(pool, (size, 0))
         if at < len(pool):
             piece = pool.pop(at)[2]
         else:
             segment = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _MIN_LARGE else -(-size // _ROUND_LARGE) * _ROUND_LARGE
-            piece = _Piece(segment, small)
+            if self.reserved + segment > self._limit:
+                self._release()
+            piece = _Piece(segment, (stream, small))
             self.reserved += segment
             self.peak = max(self.peak, self.reserved)
         rest = piece.size - size
         if rest >= _BLOCK if small else rest > _SMALL:
-            other = _Piece(rest, small, before=piece, after=piece.after)
+            other = _Piece(rest, piece.pool, before=piece, after=piece.after)
             if piece.after:
                 piece.after.before = other
             piece.after, piece.size = other, size
@@ -238,29 +263,31 @@ class CachingAllocator:
     def _keep(self, piece: _Piece) -> None:
         self._count += 1
         entry = (piece.size, self._count, piece)
-        self._free[piece.small].insert(bisect_left(self._free[piece.small], entry[:2]), entry)
+        self._free[piece.pool].insert(bisect_left(self._free[piece.pool], entry[:2]), entry)
 
     def _forget(self, piece: _Piece) -> None:
-        pool = self._free[piece.small]
+        pool = self._free[piece.pool]
         at = bisect_left(pool, (piece.size, 0))
         while pool[at][2] is not piece:
             at += 1
         del pool[at]
 
+    def _release(self) -> None:
+        for pool, entries in self._free.items():
+            unused = [piece for _, _, piece in entries if piece.before is None and piece.after is None]
+            self.reserved -= sum(piece.size for piece in unused)
+            self._free[pool] = [entry for entry in entries if entry[2] not in unused]
 
-def reserved_bytes(tracker: MemoryTracker) -> int:
-    "What the caching allocator will have taken from the GPU at most for what `tracker` saw."
-    pools = {"compute": CachingAllocator(), "collectives": CachingAllocator()}
+
+def reserved_bytes(tracker: MemoryTracker, limit: float = float("inf")) -> int:
+    "What the caching allocator will have taken at most for what `tracker` saw, from a GPU that has `limit` bytes for it."
+    allocator = CachingAllocator(limit)
     sizes: dict[int, int] = {}
-    pieces: dict[int, tuple[CachingAllocator, _Piece]] = {}
-    peak = 0
+    pieces: dict[int, _Piece] = {}
     for number, change in tracker.events:
         before, sizes[number] = sizes.get(number, 0), sizes.get(number, 0) + change
         if before:
-            pool, piece = pieces.pop(number)
-            pool.give_back(piece)
+            allocator.give_back(pieces.pop(number))
         if sizes[number]:
-            pool = pools["collectives" if tracker.category[number] == "unsharded" else "compute"]
-            pieces[number] = pool, pool.take(sizes[number])
-        peak = max(peak, sum(p.reserved for p in pools.values()))
-    return peak
+            pieces[number] = allocator.take(sizes[number], "collectives" if number in tracker.sent else "compute")
+    return allocator.peak

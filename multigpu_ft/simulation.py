@@ -16,6 +16,7 @@ if _IS_COMMAND:
     watch_parent(os.getppid(), 0.5)  # first of all: importing torch takes seconds in which the kernel may die
 
 # %% ../nbs/09e_simulation.ipynb #15e1075a
+import gc
 import json
 import tempfile
 import time
@@ -31,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -91,10 +92,11 @@ class NoTokenizer:
 
 
 @contextmanager
-def _local_model(cfg: RunConfig, blocks: int | None) -> Iterator[RunConfig]:
-    "`cfg` with its model as a folder that holds the configuration alone, of so many `blocks` if that is given. Raises `ModelError`."
+def _local_model(cfg: RunConfig, blocks: int | None) -> Iterator[tuple[RunConfig, int | None]]:
+    """`cfg` with its model as a folder that holds the configuration alone, of so many `blocks` if that is given, and how many it has of its own, if its
+    configuration says. Raises `ModelError`."""
     if cfg.model == BUILTIN_MODEL:
-        yield cfg
+        yield cfg, None
         return
     if cfg.model in ARCHITECTURES and not Path(cfg.model).exists():
         config: Any = AutoConfig.for_model(**ARCHITECTURES[cfg.model])
@@ -107,13 +109,14 @@ def _local_model(cfg: RunConfig, blocks: int | None) -> Iterator[RunConfig]:
                 f"({str(error).splitlines()[0][:200]}). Check the id (user/name), the network, and HF_TOKEN if it is gated. Without a network, known are "
                 f"{', '.join(ARCHITECTURES)}."
             ) from None
-    if blocks:
+    own = getattr(config, "num_hidden_layers", None)
+    if blocks and own:
         values = {**config.to_dict(), "layer_types": None}
         values[getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")] = blocks
         config = type(config)(**values)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        yield cfg.replace(model=folder, revision=None)
+        yield cfg.replace(model=folder, revision=None), own
 
 # %% ../nbs/09e_simulation.ipynb #b16a4fbd
 @dataclass(frozen=True)
@@ -298,7 +301,11 @@ class _Clock:
         self.computing = self.communicating = 0.0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        moved = sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor) and isinstance(t.numel(), int))
+        moved = 0
+        for t in tree_leaves((args, kwargs, result)) if kwargs or isinstance(result, (tuple, list)) else (*args, result):
+            for tensor in t if isinstance(t, (tuple, list)) else (t,):
+                if isinstance(tensor, torch.Tensor) and isinstance(count := tensor.numel(), int):
+                    moved += count * tensor.element_size()
         if func.namespace in ("c10d", "_c10d_functional"):
             self.send(moved / 2 if "scatter" in func.name() or "gather" in func.name() else moved)
             return
@@ -369,11 +376,15 @@ def simulate(cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None, kin
     Returns bytes: the `peaks` of each phase by category, what the allocator `reserved`, `host` memory, `disk`; the `seconds` of a step, and what was decided.
     Raises `ConfigError` or `ModelError` as training would."""
     _join(gpus)
-    with _local_model(cfg, blocks) as local:
-        return _simulate(local, gpu, gpus, kind)
+    with _local_model(cfg, blocks) as (local, own):
+        try:
+            found = _simulate(local, gpu, gpus, kind, None)
+        except DynamicOutputShapeException:  # sizes that depend on values, as of a mixture of experts; symbols for them take a tenth more time
+            found = _simulate(local, gpu, gpus, kind, ShapeEnv())
+    return {**found, "of_blocks": own or found["blocks"]}
 
 
-def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> dict[str, Any]:
+def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEnv | None) -> dict[str, Any]:
     world = _World(0, 0, gpus, torch.device("cpu"))
     quantization, quantization_reason = choose_quantization(cfg, gpus, torch.device(kind))
     dtype = torch.float32 if cfg.tuning == "full" else {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
@@ -384,7 +395,7 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> dict[str, Any]:
     classifier = cfg.task == "classification"
     packing = "padded" if classifier else "packed" if cfg.packing == "auto" and cfg.attn_implementation != "flash_attention_2" else cfg.packing
     clock = _Clock(gpu, gpus)
-    tracker = MemoryTracker(clock if gpu.flops else None, short_masks=kind == "cuda")
+    tracker = MemoryTracker(clock if gpu.flops else None, short_masks=kind == "cuda", reduced="gradients" if cfg.strategy == "ddp" else "unsharded")
     if kind == "cuda":
         _use_attention_on_gpu(shell, gpu)
     if quantization == "4bit":
@@ -393,7 +404,7 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> dict[str, Any]:
         quantize_blockwise(torch.zeros(256))  # makes its table, which has values
     loss_model = with_loss(cfg, shell, ["0", "1"] if classifier else None, kind)
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env))
         stack.enter_context(tracker)
         strategy = _STRATEGIES[cfg.strategy](cfg, world)
         strategy.tracker, strategy.free = tracker, (gpu.memory_mib - gpu.context_mib(gpus)) * 2**20
@@ -408,21 +419,22 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> dict[str, Any]:
             tracker.claim((t for t in scales if isinstance(t, torch.Tensor)), "parameters")
         _label_losses(strategy, tracker)
         batch = longest_batch(cfg, packing, classifier)
-        step = Step([batch] * min(2, cfg.accum_steps), cfg.batch_size, 1, 1, 1, 1, 1)
+        micro_batches = min(2, cfg.accum_steps)
+        steps = {"first step": 1, "later step": micro_batches}  # the second micro-batch finds gradients; so it would in the first step, and that has no moments
         watch = Stopwatch(world.device)
 
         def is_finite() -> None:  # the gradients' norm, which has no value
             strategy._finite = torch.tensor(True)
             tracker.now = "optimizer"
 
-        for phase in ("first step", "later step"):
+        for phase, count in steps.items():
             tracker.begin(phase)
             clock.computing = clock.communicating = 0.0
             if phase == "later step" and hasattr(strategy, "renew"):
                 strategy.renew()
             if hasattr(strategy, "reduced"):
                 strategy.reduced = 0
-            train_step(strategy, step, cfg.learning_rate, cfg.max_grad_norm, watch, is_finite)
+            train_step(strategy, Step([batch] * count, cfg.batch_size, 1, 1, 1, 1, 1), cfg.learning_rate, cfg.max_grad_norm, watch, is_finite)
             if hasattr(strategy, "reduced"):
                 clock.send(2 * strategy.reduced)
             tracker.claim((t for s in strategy.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)), "optimizer")
@@ -433,12 +445,11 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> dict[str, Any]:
         tracker.look_again()
     parameters = list(strategy.model.parameters())
     trainable, total = sum(p.numel() for p in parameters if p.requires_grad), sum(count for _, count in count_weights(strategy.model))
-    micro_batches = len(step.micro_batches)
     seconds = clock.seconds * cfg.accum_steps / micro_batches if gpu.flops else None
     saved, export = checkpoint_bytes(cfg, strategy), export_bytes(cfg, strategy)
     processes = (_PROCESS_GIB * gpus + _NOTEBOOK_GIB) * 2**30
     return {
-        "peaks": [asdict(peak) for peak in read_peaks(tracker)], "reserved": reserved_bytes(tracker),
+        "peaks": [asdict(peak) for peak in read_peaks(tracker)], "reserved": reserved_bytes(tracker, strategy.free),
         "host": {
             "load": processes + loading * (1 if streamed else gpus),
             "save": processes + saved + (4 * total if cfg.tuning == "full" else 4 * trainable + 4 * total * cfg.merge_adapter),
@@ -479,9 +490,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     "Answers until standard input ends."
     warnings.simplefilter("ignore")
+    gc.set_threshold(200_000, 100, 100)  # there are many objects, and few in circles
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+        gc.collect()
 
 
 if _IS_COMMAND:
