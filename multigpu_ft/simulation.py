@@ -390,8 +390,10 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
     dtype = torch.float32 if cfg.tuning == "full" else {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
     shell = _shell(cfg, dtype, quantization)
     streamed = gpus > 1 and (quantization == "none" or cfg.strategy == "fsdp")
-    weights = {id(p): p.numel() * p.element_size() for p in shell.parameters()}
-    loading = sum(weights.values()) if streamed or quantization == "none" else 2 * max(weights.values())
+    unpacked = {id(p): p.numel() * torch.finfo(dtype).bits / 8 for p in shell.parameters()}
+    packed = {id(m.weight): m.weight.numel() * (0.516 if quantization == "4bit" else 1) for m in packed_layers(shell).values()}  # with scales
+    loading = sum({**unpacked, **packed}.values()) if streamed or quantization == "none" else 0
+    loading += 2 * max(unpacked.values()) if packed else 0  # on its way to being packed
     classifier = cfg.task == "classification"
     packing = "padded" if classifier else "packed" if cfg.packing == "auto" and cfg.attn_implementation != "flash_attention_2" else cfg.packing
     clock = _Clock(gpu, gpus)
