@@ -290,7 +290,7 @@ def plan_memory(cfg: RunConfig, force: bool = False) -> tuple[dict[str, Any], li
         except ValueError as error:  # training says what is wrong with a model, and may know more
             return {}, [f"how much memory it takes is not known beforehand: {error}"]
         if found.verdict == DOES_NOT and not force and cfg.memory_check == "refuse":
-            nearest = next((f" This would: cfg.replace({str(r).rpartition(': ')[0]})." for r in remedies(ask, found.simulation)), "")
+            nearest = next((f" This would: cfg.replace({str(r).rpartition(': ')[0]})." for r in remedies(ask, found.simulation, most=1)), "")
             raise ConfigError(f"{found.line}{nearest} launch(cfg, force=True) or memory_check='warn' starts it all the same.")
     plan = {
         "gpu": gpu.name, "memory_mib": gpu.memory_mib, "gpus": gpus, "line": found.line, "peak_gib": round(found.peak_gib, 3), "categories": found.categories,

@@ -310,11 +310,13 @@ class Remedy:
         return f"{said}: {self.peak / 2**30:.1f} GiB{speed}"
 
 
-def remedies(ask: Simulations, fit: Fit) -> list[Remedy]:
-    "Changes with which `fit`'s configuration would fit, the fastest first, those that change the tuning last."
+def remedies(ask: Simulations, fit: Fit, most: int | None = None) -> list[Remedy]:
+    "Changes with which `fit`'s configuration would fit, the fastest first, those that change the tuning last; of the first `most` that are found if given."
     found: list[tuple[bool, Remedy]] = []
     tried: list[dict[str, Any]] = []
     for changes in _changes(fit):
+        if len(found) == most:
+            break
         changes = {name: value for name, value in changes.items() if getattr(fit.cfg, name) != value}
         other = changes.get("tuning", fit.cfg.tuning) != fit.cfg.tuning
         enough = any(remedy.changes.items() <= changes.items() for _, remedy in found)

@@ -221,7 +221,7 @@ def test_command_line(monkeypatch):
 
 
 def test_launch_refuses_what_cannot_fit(two_t4, tmp_path, little):
-    cfg = little.replace(batch_size=512, activation_checkpointing="full", communication="window", run_root=str(tmp_path / "runs"))
+    cfg = little.replace(batch_size=2048, run_root=str(tmp_path / "runs"))
     with pytest.raises(ConfigError, match=r"does not fit: .* of 14.8 GiB on each of 2 x T4.* This would: cfg.replace\(.*force=True"):
         launch(cfg)
     assert not list((tmp_path / "runs").glob("*")), "before anything is made"
