@@ -301,11 +301,7 @@ class _Clock:
         self.computing = self.communicating = 0.0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        moved = 0
-        for t in tree_leaves((args, kwargs, result)) if kwargs or isinstance(result, (tuple, list)) else (*args, result):
-            for tensor in t if isinstance(t, (tuple, list)) else (t,):
-                if isinstance(tensor, torch.Tensor) and isinstance(count := tensor.numel(), int):
-                    moved += count * tensor.element_size()
+        moved = sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor) and isinstance(t.numel(), int))
         if func.namespace in ("c10d", "_c10d_functional"):
             self.send(moved / 2 if "scatter" in func.name() or "gather" in func.name() else moved)
             return
