@@ -118,7 +118,7 @@ def running(run_root, steps=3):
         for metrics in run_root.glob("*/metrics.jsonl"):
             if metrics.read_text().count("\n") >= steps and json.loads((metrics.parent / "status.json").read_text())["state"] == "running":
                 return metrics.parent
-    return until(ready, 60, "a run that trains")
+    return until(ready, 120, "a run that trains")  # Python starts four times, which takes a minute where others do that, too
 
 
 class Kernel:
