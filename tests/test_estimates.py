@@ -199,7 +199,7 @@ def test_the_kernel_side_imports_no_torch():
 
 # -- near to what happens -------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", ["fsdp", "qlora"])
+@pytest.mark.parametrize("name", ["lora, fsdp", "qlora"])
 def test_it_is_near_to_a_real_run(name, tmp_path):
     "Bytes of torch's CPU allocator in 2 real ranks. bench/memory.py does this for 21 configurations."
     predicted, measured, _ = bench.compare(name)
