@@ -8,6 +8,7 @@ _HOMES = {
     "CheckpointError": "config", "launch": "launcher", "Run": "launcher", "runs": "launcher", "RunFailed": "failures", "run_slices": "slices",
     "Slices": "slices", "load_export": "exports", "form": "widgets", "doctor": "checkup", "evaluate": "evaluation", "Evaluation": "reports",
     "model_card": "cards", "sync": "syncing", "estimate": "estimates", "Estimate": "estimates",
+    "generate": "answers", "Answers": "answers",
 }
 __all__ = list(_HOMES)
 

@@ -9,7 +9,7 @@ __all__ = ['root_cause', 'Watchdog', 'smaller_micro_batch', 'process_count', 'ma
 from .config import RunConfig
 from .machine import keep_outputs, outputs_folder
 from .processes import AGENT_PID_VARIABLE, IDLE, is_running, is_stopped, read_beat, read_error, watch_parent
-from .rundir import STOPPED_EXIT_CODE, RunDir, write_json
+from .rundir import GENERATION_FILE, STOPPED_EXIT_CODE, RunDir, write_json
 
 _ORPHAN_GRACE_S = 4.0
 _SAVE_GRACE_S = 300  # after a SIGTERM; a rank that has nothing to save goes at once
@@ -240,6 +240,11 @@ def main() -> None:
         sys.exit(_call(run_dir))
     cfg = run_dir.config()
     nproc = process_count(cfg)
+    if (run_dir.path / GENERATION_FILE).exists():
+        failure = _launch(run_dir, "multigpu_ft.generation", nproc, cfg.timeout_s)
+        if failure:
+            run_dir.update_status(state="failed", activity=None, failure=failure)
+        sys.exit(1 if failure else STOPPED_EXIT_CODE if run_dir.status()["state"] == "stopped" else 0)
     while failure := _launch(run_dir, "multigpu_ft.training", nproc, cfg.timeout_s):
         smaller = smaller_micro_batch(cfg) if _out_of_memory(failure) else None
         if not smaller:

@@ -16,6 +16,7 @@ from typing import Any
 
 import tyro
 
+from .answers import generate
 from .checkup import doctor
 from .config import PRESET_NEEDS, PRESETS, ConfigError, RunConfig, refuse_secrets
 from .estimates import estimate
@@ -169,9 +170,12 @@ def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(**values)
 
     def plain(parameter: inspect.Parameter) -> inspect.Parameter:
-        words = str(parameter.annotation)
-        kind = parameter.annotation if "Path" not in words else str | None
-        return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+        parameter = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        if not any(kind in str(parameter.annotation) for kind in ("Path", "Callable", "Sequence")):
+            return parameter
+        if parameter.default == ():
+            return parameter.replace(annotation=str, default="")
+        return parameter.replace(annotation=str if parameter.default is inspect.Parameter.empty else str | None)
 
     parameters = [plain(p) for p in inspect.signature(function).parameters.values()]
     called.__signature__, called.__doc__ = inspect.Signature(parameters), function.__doc__
@@ -186,6 +190,13 @@ def _evaluate(arguments: list[str], as_json: bool) -> dict[str, Any]:
     if not as_json:
         print(evaluation)
     return {"folder": str(evaluation.folder), **json.loads((evaluation.folder / "evaluation.json").read_text())}
+
+# %% ../nbs/13_cli.ipynb #45068c05
+def _generate(arguments: list[str], as_json: bool) -> dict[str, Any]:
+    answers = tyro.cli(_in_words(generate), args=arguments, prog="multigpu-ft generate")
+    if not as_json:
+        print(answers)
+    return {"run": str(answers.run.dir.path), "state": answers.state, **answers.about}
 
 # %% ../nbs/13_cli.ipynb #cc9ecd90
 def _which_run(run: tyro.conf.Positional[str]) -> str:
@@ -220,7 +231,8 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 _VERBS = {
-    "train": _train, "estimate": _estimate, "slices": _slices, "evaluate": _evaluate, "runs": _runs, "sync": _sync, "presets": _presets, "doctor": _doctor,
+    "train": _train, "estimate": _estimate, "slices": _slices, "generate": _generate, "evaluate": _evaluate, "runs": _runs, "sync": _sync,
+    "presets": _presets, "doctor": _doctor,
 }
 
 

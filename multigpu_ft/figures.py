@@ -108,7 +108,7 @@ class Curve:
     def _add(self, record: dict[str, Any]) -> None:
         self.last = record
         self.recent.append((record["step"], record.get("time", 0.0)))
-        if record["loss"] is not None:
+        if record.get("loss") is not None:
             self._bucket.append((record["step"], record["loss"], record.get("learning_rate", 0.0)))
         if len(self._bucket) == self._stride:
             self.points.append(_mean(self._bucket))

@@ -310,7 +310,7 @@ class Run:
     def _save_picture(self) -> Path | None:
         "Keep the loss picture in report/."
         metrics, path = self.metrics, self.dir.path / "report" / "loss.png"
-        if not metrics:
+        if not metrics or "loss" not in metrics[0]:
             return None
         try:
             save_png(loss_figure(metrics, self.name), path)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PROGRESS_FILE', 'HUB_PREFIX', 'digest', 'flush', 'commit', 'discard', 'verify_checkpoint', 'read_progress',
-           'is_local', 'without_folder', 'contents', 'at_home', 'fingerprint', 'difference', 'is_foreign',
-           'find_checkpoints', 'refuse_stranger', 'damaged', 'ledger_remarks', 'size', 'kept_checkpoints', 'retire',
-           'sweep', 'is_alive']
+           'is_local', 'without_folder', 'content_sample', 'contents', 'at_home', 'fingerprint', 'difference',
+           'is_foreign', 'find_checkpoints', 'refuse_stranger', 'damaged', 'ledger_remarks', 'size', 'kept_checkpoints',
+           'retire', 'sweep', 'is_alive']
 
 # %% ../nbs/00b_lineage.ipynb #a8db6921
 import hashlib
@@ -110,7 +110,7 @@ def without_folder(name: str) -> str:
     return name.partition(_IN_FOLDER)[0] if is_local(name) else Path(name).resolve().name if Path(name).exists() else name
 
 
-def _sample(path: Path, head: int | None = None) -> list[Any]:
+def content_sample(path: Path, head: int | None = None) -> list[Any]:
     "Of a file, how much of its beginning counts and its digest. Of a folder with a model, sizes and samples of its files."
     if path.is_file():
         with open(path, "rb") as file:
@@ -129,7 +129,7 @@ def _sample(path: Path, head: int | None = None) -> list[Any]:
 
 def contents(cfg: RunConfig) -> dict[str, list[Any]]:
     "Samples of the local files that `cfg` trains on and from, by field; a checkpoint carries them beside its fingerprint."
-    return {field: _sample(Path(getattr(cfg, field))) for field in ("model", "dataset") if Path(getattr(cfg, field)).exists()}
+    return {field: content_sample(Path(getattr(cfg, field))) for field in ("model", "dataset") if Path(getattr(cfg, field)).exists()}
 
 
 def at_home(stored: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def at_home(stored: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
     for field, (head, digest) in stored.get("contents", {}).items():
         path, here, there = Path(getattr(cfg, field)), _identity(getattr(cfg, field)), stored[field]
         moved = path.exists() and here != there and here.partition(_IN_FOLDER)[0] == there.partition(_IN_FOLDER)[0]
-        if moved and (head is None or head in range(_HEAD + 1)) and _sample(path, head)[1] == digest:
+        if moved and (head is None or head in range(_HEAD + 1)) and content_sample(path, head)[1] == digest:
             found[field] = here
     return found
 

@@ -42,17 +42,26 @@ def _bytes(count: float) -> str:
     return f"{count / unit:.{0 if count >= 10 * unit or unit == 1 else 1}f} {word}"
 
 
+def _accepted(record: dict[str, Any]) -> str:
+    return f"{record['accepted']:,} accepted ({record['accepted'] / max(1, record['step']):.0%})"
+
+
 def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]]) -> str:
-    "State, bar, step, loss, speed and time left of a run, from its status and its last few logged steps."
+    "State, bar, step, loss, speed and time left of a run or a generation, from its status and its last few logged steps."
     parts = [f"{name}: {status['state']}"]
     total = status.get("total_steps")
     if total:
         done = status.get("slice_step", 0)
         bar = "█" * round(20 * done / total)
-        parts.append(f"{bar:░<20} step {done}/{total}, epoch {status['epoch']}")
+        where = f"{done:,} of {total:,} {status['unit']}" if "unit" in status else f"step {done}/{total}, epoch {status['epoch']}"
+        parts.append(f"{bar:░<20} {where}")
     if recent:
         last = recent[-1]
-        parts += ["loss not finite" if last["loss"] is None else f"loss {last['loss']:.4f}", f"{last['tokens_per_second']:,.0f} tokens/s"]
+        if "loss" in last:
+            parts.append("loss not finite" if last["loss"] is None else f"loss {last['loss']:.4f}")
+        else:
+            parts += [f"{last['sequences_per_second']:,.3g} sequences/s", *([_accepted(last)] if "accepted" in last else [])]
+        parts.append(f"{last['tokens_per_second']:,.0f} tokens/s")
         if last.get("skipped_steps"):
             parts.append(f"{last['skipped_steps']} steps skipped")
         steps, seconds = last["step"] - recent[0]["step"], last["time"] - recent[0]["time"]
@@ -190,7 +199,8 @@ def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> 
     if not total:
         return '<div style="height:3.2em;padding-top:0.6em">loading model and data</div>'
     share = 100 * done / total
-    words = [f"step {done:,} of {total:,}", f"epoch {status.get('epoch', 1)}", f"{share:.0f}%"]
+    where = [f"{done:,} of {total:,} {status['unit']}"] if "unit" in status else [f"step {done:,} of {total:,}", f"epoch {status.get('epoch', 1)}"]
+    words = [*where, f"{share:.0f}%"]
     if status["state"] == "running" and len(curve.recent) > 1 and curve.recent[-1][0] > curve.recent[0][0]:
         (s0, t0), (s1, t1) = curve.recent[0], curve.recent[-1]
         words.append(f"{_duration((total - done) * (t1 - t0) / (s1 - s0))} left")
@@ -215,7 +225,10 @@ def _facts(task: str, status: dict[str, Any], curve: Curve) -> list[tuple[str, s
     where = "GPU" if status.get("device", "cpu") != "cpu" else "host"
     scores = [f"{name} {last[f'eval_{name}']:.4f}" for name in ("loss", "accuracy", "f1") if last.get(f"eval_{name}") is not None]
     return [
-        ("loss", "not finite" if last["loss"] is None else f"{last['loss']:.4f} nats per {unit}"),
+        ("loss", "" if "loss" not in last else "not finite" if last["loss"] is None else f"{last['loss']:.4f} nats per {unit}"),
+        ("made", f"{last['sequences_per_second']:,.3g} sequences/s" if "sequences_per_second" in last else ""),
+        ("accepted", _accepted(last) if "accepted" in last else ""),
+        ("reward", f"failed on {last['reward_errors']:,}" if last.get("reward_errors") else ""),
         ("evaluated", ", ".join(scores)),
         ("learning rate", f"{last['learning_rate']:.3g}" if "learning_rate" in last else ""),
         ("speed", f"{last['tokens_per_second']:,.0f} tokens/s" + (f", {last['step_s']:.3g} s a step" if last.get("step_s") else "")),
@@ -245,9 +258,10 @@ def summary_html(run: Any) -> str:
     state, seconds = run.state, status.get("heartbeat", 0) - status.get("launched", status.get("heartbeat", 0))
     before, after = status.get("loss_before"), status.get("loss_after")
     results = [(name, status.get(name)) for name in ("export", "merged", "pushed_to", "kept")]
-    checkpoints = run_dir.checkpoints()
+    results += [("written", f"{count:,} answers to {path}") for path, count in status.get("generated", {}).get("written", {}).items()]
+    checkpoints, of = run_dir.checkpoints(), "" if status.get("unit") else " of the slice"
     rows = [
-        ("steps", f"{_steps_done(status, curve):,} of {status['total_steps']:,} of the slice" if status.get("total_steps") else "none"),
+        (status.get("unit", "steps"), f"{_steps_done(status, curve):,} of {status['total_steps']:,}{of}" if status.get("total_steps") else "none"),
         ("loss", "" if before is None else f"{before:.4f} at the start, {_end_of_loss(after, curve)}"),
         *[row for row in _facts(run.config.task, status, curve) if row[0] not in ("loss", "learning rate")],
         ("took", _duration(seconds)),
@@ -311,7 +325,7 @@ class Panel:
         if run.dir.stop_requested() and state in LIVE_STATES:
             note = " · ".join(filter(None, ["finishing the step, then saving", note]))
         self._set(self._head, _headline(run.name, state, note))
-        if self._curve.read() or not self._drawing.value:
+        if (self._curve.read() or not self._drawing.value) and "unit" not in status:
             self._set(self._drawing, curve_svg(self._curve))
         self._set(self._bar, _progress(status, self._curve, run.config.max_hours))
         facts = [f'<b style="font-weight:600">{name}</b> {value}' for name, value in _facts(run.config.task, status, self._curve) if value]

@@ -16,12 +16,13 @@ from typing import Any
 from .config import CheckpointError, ConfigError, RunConfig
 
 # %% auto #0
-__all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'HUB_FILE', 'LIVE_STATES', 'FINAL_STATES', 'STOPPED_EXIT_CODE', 'write_json',
-           'RunDir', 'commit_digest', 'read_commit', 'saved_at', 'short_name']
+__all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'GENERATION_FILE', 'HUB_FILE', 'LIVE_STATES', 'FINAL_STATES',
+           'STOPPED_EXIT_CODE', 'write_json', 'RunDir', 'commit_digest', 'read_commit', 'saved_at', 'short_name']
 
 # %% ../nbs/00_rundir.ipynb #bed5d367
 COMMIT_FILE, PARTIAL = "commit.json", ".partial"  # a checkpoint that is being written, or taken away, has a name that ends so
 PLAN_FILE = "estimate.json"
+GENERATION_FILE = "generation.json"  # in the run directory of a generation
 HUB_FILE = "hub.json"  # what went to the Hub, or in a folder of checkpoints that came from there, where they are from
 LIVE_STATES = ("starting", "running", "stopping")
 FINAL_STATES = ("done", "stopped", "failed")

@@ -56,7 +56,7 @@ from .hub import check_access, parse_hub
 from .lineage import contents, find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
 from .loading import wait_for_rank_0
 from .machine import outputs_folder, use_secrets
-from .models import load_tokenizer, order_labels
+from .models import PLAIN_CHAT, load_tokenizer, order_labels
 from .optimizers import learning_rate
 from .pace import Pace
 from .preparing import prepare_model, settle_packing
@@ -136,6 +136,10 @@ class Training:
         again = bool(checkpoint) and checkpoint.is_relative_to(run_dir.path)  # started again: it goes on where it was, whatever it began with
         if again and self.cfg.resume_scope == "weights":
             self.cfg = self.cfg.replace(resume_scope="all")
+        if self.cfg.task == "chat" and self.tokenizer.chat_template == PLAIN_CHAT:
+            self.tracker.remark(
+                f"the tokenizer of {self.cfg.model} has no chat template, so conversations are written plainly, as in 'user: ...', 'assistant: ...'"
+            )
         prepared = prepare_model(self.cfg, self.world, self.tokenizer, self.label_names, checkpoint, self.tracker.remark, run_dir.plan())
         self.strategy, self.quantization, about = prepared.strategy, prepared.quantization, prepared.about
         self.watch = Stopwatch(self.world.device, self.beat)

@@ -1,0 +1,171 @@
+"""Answers a second: `generate` against `model.generate(num_return_sequences=n)` in static halves, and on one process against two.
+
+    python bench/generation.py --dataset questions.jsonl
+
+A tiny model learns real questions and answers first, so that it ends its answers where such answers end. Then the arms take turns, each in processes of its
+own with a thread each: the questions in halves, one rank each, a question (or two) at a time; `generate` with as many places on two ranks; and on one. All of
+them sample 256 tokens at most at temperature 1. What counts is the time from the first question to the last answer, without starting and loading. Writes
+bench/results/generation.json.
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SAMPLES, NEW_TOKENS = 25, 256
+
+
+def static_halves(folder, dataset, questions, at_a_time, out):
+    "What a rank does that has its half of the questions and `model.generate`: started by torchrun."
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model.config.use_cache = model.generation_config.use_cache = True
+    with open(dataset) as file:
+        rows = [json.loads(line)["messages"][:1] for _, line in zip(range(questions), file, strict=False)]
+    half = len(rows) // ranks
+    mine = rows[rank * half :] if rank == ranks - 1 else rows[rank * half : (rank + 1) * half]
+    torch.manual_seed(rank)
+    dist.barrier()
+    begun, lengths = time.perf_counter(), []
+    for start in range(0, len(mine), at_a_time):
+        texts = [tokenizer.apply_chat_template(row, tokenize=False, add_generation_prompt=True) for row in mine[start : start + at_a_time]]
+        batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        with torch.no_grad():
+            made = model.generate(
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NEW_TOKENS, num_return_sequences=SAMPLES,
+                do_sample=True, temperature=1.0, top_p=1.0, top_k=0, pad_token_id=tokenizer.pad_token_id,
+            )[:, batch["input_ids"].shape[1] :]
+        lengths += (made != tokenizer.pad_token_id).sum(dim=1).tolist()
+    seconds = time.perf_counter() - begun
+    everybodys = [None] * ranks
+    dist.all_gather_object(everybodys, (seconds, lengths))
+    if rank == 0:
+        seconds = max(s for s, _ in everybodys)
+        lengths = [n for _, part in everybodys for n in part]
+        with open(out, "w") as file:
+            json.dump({"sequences_per_second": len(lengths) / seconds, "seconds": seconds, "tokens": sum(lengths)}, file)
+    dist.barrier()
+
+
+def train(root, dataset, kind):
+    "The export of a tiny model that has read the questions."
+    from multigpu_ft import RunConfig, launch
+
+    model = {} if kind == "opt" else {"model": str(make_qwen3(root))}
+    run = launch(RunConfig(
+        task="chat", dataset=str(dataset), end_idx=900, num_epochs=6, learning_rate=2e-3, max_length=256, batch_size=8, run_name=f"chat-{kind}",
+        run_root=str(root), nproc=2, **model,
+    ))
+    return run.status["export"]
+
+
+def make_qwen3(root):
+    "A Qwen3 of 2 million parameters with the built-in tokenizer."
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from multigpu_ft.config import RunConfig
+    from multigpu_ft.models import load_tokenizer
+
+    folder, tokenizer = root / "qwen3-tiny", load_tokenizer(RunConfig())
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def ours(folder, dataset, questions, places, ranks, out):
+    run = subprocess.run(
+        [Path(sys.executable).with_name("multigpu-ft"), "generate", "--model", folder, "--dataset", dataset, "--num-questions", str(questions),
+         "--num-sequences-per-question", str(SAMPLES), "--batch-size", str(places), "--max-new-tokens", str(NEW_TOKENS), "--temperature", "1", "--top-k", "0",
+         "--nproc", str(ranks), "--output", out, "--json"],
+        check=True, capture_output=True, text=True,
+    )
+    said = json.loads(run.stdout)
+    with open(out) as file:
+        tokens = sum(json.loads(line)["completion_tokens"] for line in file)
+    return {"sequences_per_second": said["sequences"] / said["seconds"], "seconds": said["seconds"], "tokens": tokens}
+
+
+def theirs(folder, dataset, questions, at_a_time, out):
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--rank", "--model", folder, "--dataset", dataset,
+         "--questions", str(questions), "--at-a-time", str(at_a_time), "--out", out],
+        check=True, capture_output=True,
+    )
+    return json.loads(Path(out).read_text())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dataset", type=Path, default=ROOT.parent / "shared" / "data" / "questions.jsonl")
+    parser.add_argument("--questions", type=int, default=44)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kind", choices=("opt", "qwen3"), nargs="+", default=["opt", "qwen3"])
+    parser.add_argument("--model", help="a model that is there already")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--at-a-time", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.rank:
+        return static_halves(options.model, options.dataset, options.questions, options.at_a_time, options.out)
+    results = {kind: compare(kind, options) for kind in options.kind}
+    (ROOT / "bench" / "results" / "generation.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def compare(kind, options):
+    "All arms in turn, with one model."
+    dataset, questions = options.dataset.resolve(), options.questions
+    with tempfile.TemporaryDirectory() as tmp:
+        root = Path(tmp)
+        folder = options.model or train(root, dataset, kind)
+        arms = {
+            "static, 1 question": lambda n: theirs(folder, dataset, questions, 1, root / "static.json"),
+            "static, 2 questions": lambda n: theirs(folder, dataset, questions, 2, root / "static.json"),
+            "generate, 25 places": lambda n: ours(folder, dataset, questions, 25, 2, root / f"a{n}.jsonl"),
+            "generate, 50 places": lambda n: ours(folder, dataset, questions, 50, 2, root / f"b{n}.jsonl"),
+            "generate, 50 places, 1 process": lambda n: ours(folder, dataset, questions, 50, 1, root / f"c{n}.jsonl"),
+        }
+        found = {name: [] for name in arms}
+        for number in range(options.repeats):
+            for name, arm in arms.items():
+                found[name].append(arm(number))
+                print(kind, number, name, {k: round(v, 2) for k, v in found[name][-1].items()}, flush=True)
+    return summary(found)
+
+
+def summary(found):
+    "Sequences a second of each arm, and ratios of pairs that ran one after the other: median, least and most."
+    def spread(values):
+        return {"median": round(statistics.median(values), 3), "least": round(min(values), 3), "most": round(max(values), 3)}
+
+    speeds = {name: [r["sequences_per_second"] for r in runs] for name, runs in found.items()}
+    pairs = {
+        "generate / static, 1 question": ("generate, 25 places", "static, 1 question"),
+        "generate / static, 2 questions": ("generate, 50 places", "static, 2 questions"),
+        "2 processes / 1": ("generate, 50 places", "generate, 50 places, 1 process"),
+    }
+    return {
+        "repeats": len(next(iter(found.values()))),
+        "sequences_per_second": {name: spread(values) for name, values in speeds.items()},
+        "tokens_per_second": {name: spread([r["tokens"] / r["seconds"] for r in runs]) for name, runs in found.items()},
+        "ratios": {name: spread([a / b for a, b in zip(speeds[first], speeds[second], strict=True)]) for name, (first, second) in pairs.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
