@@ -3,9 +3,9 @@
     python bench/generation.py --dataset questions.jsonl
 
 A tiny model learns real questions and answers first, so that it ends its answers where such answers end. Then the arms take turns, each in processes of its
-own with a thread each: the questions in halves, one rank each, a question (or two) at a time; `generate` with as many places on two ranks; and on one. All of
-them sample 256 tokens at most at temperature 1. What counts is the time from the first question to the last answer, without starting and loading. Writes
-bench/results/generation.json.
+own with a thread each: the questions in halves, one for each of two ranks, 25 answers to a question at a time; `generate` with 25 places on two ranks; and on
+one. All of them sample 256 tokens at most at temperature 1. What counts is the time from the first question to the last answer, without starting and loading.
+Writes bench/results/generation.json.
 """
 import argparse
 import json
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 SAMPLES, NEW_TOKENS = 25, 256
 
 
-def static_halves(folder, dataset, questions, at_a_time, out):
+def static_halves(folder, dataset, questions, out):
     "What a rank does that has its half of the questions and `model.generate`: started by torchrun."
     import torch
     import torch.distributed as dist
@@ -29,7 +29,7 @@ def static_halves(folder, dataset, questions, at_a_time, out):
 
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     model.config.use_cache = model.generation_config.use_cache = True
     with open(dataset) as file:
         rows = [json.loads(line)["messages"][:1] for _, line in zip(range(questions), file, strict=False)]
@@ -38,9 +38,9 @@ def static_halves(folder, dataset, questions, at_a_time, out):
     torch.manual_seed(rank)
     dist.barrier()
     begun, lengths = time.perf_counter(), []
-    for start in range(0, len(mine), at_a_time):
-        texts = [tokenizer.apply_chat_template(row, tokenize=False, add_generation_prompt=True) for row in mine[start : start + at_a_time]]
-        batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    for row in mine:
+        text = tokenizer.apply_chat_template(row, tokenize=False, add_generation_prompt=True)
+        batch = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
             made = model.generate(
                 input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NEW_TOKENS, num_return_sequences=SAMPLES,
@@ -87,10 +87,10 @@ def make_qwen3(root):
     return folder
 
 
-def ours(folder, dataset, questions, places, ranks, out):
+def ours(folder, dataset, questions, ranks, out):
     run = subprocess.run(
         [Path(sys.executable).with_name("multigpu-ft"), "generate", "--model", folder, "--dataset", dataset, "--num-questions", str(questions),
-         "--num-sequences-per-question", str(SAMPLES), "--batch-size", str(places), "--max-new-tokens", str(NEW_TOKENS), "--temperature", "1", "--top-k", "0",
+         "--num-sequences-per-question", str(SAMPLES), "--batch-size", str(SAMPLES), "--max-new-tokens", str(NEW_TOKENS), "--temperature", "1", "--top-k", "0",
          "--nproc", str(ranks), "--output", out, "--json"],
         check=True, capture_output=True, text=True,
     )
@@ -100,10 +100,10 @@ def ours(folder, dataset, questions, places, ranks, out):
     return {"sequences_per_second": said["sequences"] / said["seconds"], "seconds": said["seconds"], "tokens": tokens}
 
 
-def theirs(folder, dataset, questions, at_a_time, out):
+def theirs(folder, dataset, questions, out):
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--rank", "--model", folder, "--dataset", dataset,
-         "--questions", str(questions), "--at-a-time", str(at_a_time), "--out", out],
+         "--questions", str(questions), "--out", out],
         check=True, capture_output=True,
     )
     return json.loads(Path(out).read_text())
@@ -112,17 +112,16 @@ def theirs(folder, dataset, questions, at_a_time, out):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset", type=Path, default=ROOT.parent / "shared" / "data" / "questions.jsonl")
-    parser.add_argument("--questions", type=int, default=44)
+    parser.add_argument("--questions", type=int, default=22)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kind", choices=("opt", "qwen3"), nargs="+", default=["opt", "qwen3"])
     parser.add_argument("--model", help="a model that is there already")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--at-a-time", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.rank:
-        return static_halves(options.model, options.dataset, options.questions, options.at_a_time, options.out)
+        return static_halves(options.model, options.dataset, options.questions, options.out)
     results = {kind: compare(kind, options) for kind in options.kind}
     (ROOT / "bench" / "results" / "generation.json").write_text(json.dumps(results, indent=1) + "\n")
 
@@ -134,11 +133,9 @@ def compare(kind, options):
         root = Path(tmp)
         folder = options.model or train(root, dataset, kind)
         arms = {
-            "static, 1 question": lambda n: theirs(folder, dataset, questions, 1, root / "static.json"),
-            "static, 2 questions": lambda n: theirs(folder, dataset, questions, 2, root / "static.json"),
-            "generate, 25 places": lambda n: ours(folder, dataset, questions, 25, 2, root / f"a{n}.jsonl"),
-            "generate, 50 places": lambda n: ours(folder, dataset, questions, 50, 2, root / f"b{n}.jsonl"),
-            "generate, 50 places, 1 process": lambda n: ours(folder, dataset, questions, 50, 1, root / f"c{n}.jsonl"),
+            "static halves": lambda n: theirs(folder, dataset, questions, root / "static.json"),
+            "generate": lambda n: ours(folder, dataset, questions, 2, root / f"a{n}.jsonl"),
+            "generate, 1 process": lambda n: ours(folder, dataset, questions, 1, root / f"b{n}.jsonl"),
         }
         found = {name: [] for name in arms}
         for number in range(options.repeats):
@@ -155,9 +152,7 @@ def summary(found):
 
     speeds = {name: [r["sequences_per_second"] for r in runs] for name, runs in found.items()}
     pairs = {
-        "generate / static, 1 question": ("generate, 25 places", "static, 1 question"),
-        "generate / static, 2 questions": ("generate, 50 places", "static, 2 questions"),
-        "2 processes / 1": ("generate, 50 places", "generate, 50 places, 1 process"),
+        "generate / static halves": ("generate", "static halves"), "2 processes / 1": ("generate", "generate, 1 process"),
     }
     return {
         "repeats": len(next(iter(found.values()))),

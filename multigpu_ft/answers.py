@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['Answers', 'generate']
 
-# %% ../nbs/10d_answers.ipynb #2b7d21ae
+# %% ../nbs/10d_answers.ipynb #9926f9e5
 import hashlib
+import importlib.util
 import json
 import os
 import socket
@@ -99,7 +100,7 @@ def _tokenizer_folder(subject: Subject | None) -> str | None:
     "An export has its own, with the chat template that it was trained with."
     return str(subject.path) if subject and not subject.is_checkpoint and (subject.path / "tokenizer_config.json").exists() else None
 
-# %% ../nbs/10d_answers.ipynb #73beac45
+# %% ../nbs/10d_answers.ipynb #568eac20
 _ENGINES = ("transformers", "vllm")
 _QUANTIZATIONS = ("none", "8bit", "4bit")
 
@@ -120,6 +121,20 @@ def _one_of(name: str, value: str | None, known: Sequence[str]) -> str | None:
     if value is not None and value not in known:
         raise ConfigError(f"{name}={value!r}: one of {', '.join(known)} is expected.")
     return value
+
+
+def _refuse_without_vllm(cfg: RunConfig, subject: Subject | None, quantization: str | None) -> None:
+    "Raise `ConfigError` if vLLM is not installed, or cannot load what is asked for."
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("engine='vllm' needs vLLM: pip install \"multigpu-ft[vllm]\", on Linux with a GPU; or use engine='transformers'.")
+    trained_beside = subject.quantization if subject and subject.has_adapter else None
+    if (quantization or trained_beside or "none") != "none":
+        kind = quantization or trained_beside
+        raise ConfigError(f"engine='vllm' with weights in {kind} is not provided for; use engine='transformers', or quantization='none'.")
+    if subject and subject.is_checkpoint:
+        raise ConfigError(f"engine='vllm' reads exports, and {subject.name} is a checkpoint; name its run, or use engine='transformers'.")
+    if cfg.model.startswith("builtin:") and not (subject and not subject.has_adapter):
+        raise ConfigError(f"engine='vllm' needs a model on disk or on the Hub, and {cfg.model} is neither; use engine='transformers'.")
 
 
 def _template(text: str | None) -> str | None:
@@ -169,7 +184,7 @@ def _open(folder: Path, cfg: RunConfig, assignment: Assignment, reward: bytes | 
     run_dir.update_status(state="starting", pids={"launcher": os.getpid()}, host=socket.gethostname(), launched=time.time(), session_end=session_end())
     return run_dir
 
-# %% ../nbs/10d_answers.ipynb #81a937a4
+# %% ../nbs/10d_answers.ipynb #0829a610
 def generate(
     run: Run | RunDir | Path | str | None = None, *, dataset: str, output: str | Path, model: str | None = None, checkpoint: str | Path | None = None,
     hf_repo: str | None = None, dataset_split: str | None = None, messages_field: str = "messages", question_field: str = "question", start_idx: int = 0,
@@ -238,6 +253,8 @@ def generate(
     )
     cfg = cfg.replace(**_span(cfg, None if num_questions is None else count("num_questions", num_questions, 1)))
     _look_at_questions(cfg, question_field)
+    if engine == "vllm":
+        _refuse_without_vllm(cfg, subject, quantization)
     name, packed = _reward_name(reward)
     words = [word for word in (stop.split(",") if isinstance(stop, str) else stop) if word]
     assignment = Assignment(

@@ -29,7 +29,7 @@ def loss_figure(metrics: list[dict[str, Any]], title: str) -> Any:
     import numpy as np
     from matplotlib.figure import Figure
 
-    finite = [[m["step"], m["loss"]] for m in metrics if m["loss"] is not None]
+    finite = [[m["step"], m["loss"]] for m in metrics if m.get("loss") is not None]
     steps, losses = np.array(finite).T.reshape(2, -1)
     window = max(1, len(losses) // 25)
     sums = np.cumsum(np.insert(losses, 0, 0.0))

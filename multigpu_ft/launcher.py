@@ -386,7 +386,7 @@ class Runs(list[Run]):
     @staticmethod
     def _row(run: Run) -> tuple[str, ...]:
         status, state, newest = run.status, run.state, run.dir.recent_metrics(1)
-        loss, total = newest[-1]["loss"] if newest else None, status.get("total_steps")
+        loss, total = newest[-1].get("loss") if newest else None, status.get("total_steps")
         step = f"{status.get('slice_step', 0):,}/{total:,}" if total else "-"
         odd = "processes are gone" if state == "failed" and status["state"] in LIVE_STATES else ""
         return run.name, state, step, "-" if loss is None else f"{loss:.4f}", age(time.time() - status.get("heartbeat", time.time())), odd

@@ -22,12 +22,15 @@ from .batches import collate, deal
 from .comparisons import Measured, Scores
 from .config import CheckpointError, DataError, RunConfig
 from .data import Texts, columns, find_label_names, load_texts
+from .decoding import Answer, GroupedDecoder, PlacedDecoder, Request, Rules, can_be_placed, end_tokens
 from .evaluating import evaluating, to_device
+from .loading import release_memory
 from .models import load_config, load_tokenizer, order_labels
 from .plans import Plan, Subject, shown_data
 from .resuming import tokenizer_digest
+from .sampling import Sampling, sequence_seed
 from .strategies import Single, World, join_world
-from .subjects import Loaded, free_memory, load_holder, place_of, quantization_of
+from .subjects import Loaded, load_holder, place_of, quantization_of
 from .tokens import TokenizedTexts, opening, tokenize
 
 # %% ../nbs/08e_scoring.ipynb #bc4cefa2
@@ -111,7 +114,7 @@ def score_texts(
 
 # %% ../nbs/08e_scoring.ipynb #4312b74b
 _PROMPT_TOKENS, _SHORTEST = 48, 9  # at most, and of a third of the text; shorter texts begin nothing
-SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "top_k": 0}
+SAMPLING = Sampling(top_p=0.9)
 
 
 def _prompts(data: _Data, tokenizer: PreTrainedTokenizerBase, count: int, room: int, seed: int) -> list[np.ndarray]:
@@ -130,21 +133,25 @@ def _prompts(data: _Data, tokenizer: PreTrainedTokenizerBase, count: int, room: 
     return found
 
 
-def _write(loaded: Loaded, prompts: list[np.ndarray], max_new_tokens: int, seed: int, progress: Callable[[], None]) -> list[str]:
+def _write(loaded: Loaded, prompts: list[np.ndarray], max_new_tokens: int, seed: int, progress: Callable[[int], None]) -> list[str]:
     "What the model goes on with after each of `prompts`. A collective."
-    world, tokenizer, mine = loaded.world, loaded.tokenizer, {}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    with evaluating(loaded.strategy.model):
-        for number in range(world.rank, len(prompts), world.size):
-            ids = torch.from_numpy(prompts[number])[None].to(world.device)
-            torch.manual_seed(seed + number)
-            made = loaded.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, use_cache=True, pad_token_id=pad, **SAMPLING
-            )
-            mine[number] = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
-            progress()
+    world, tokenizer = loaded.world, loaded.tokenizer
+    numbers = range(world.rank, len(prompts), world.size)
+    mine = [Request((number, 0), tuple(prompts[number].tolist()), sequence_seed(seed, number, 0), max_new_tokens) for number in numbers]
+    answers: list[Answer] = []
+    if mine:
+        capacity = max(len(request.prompt) for request in mine) + max_new_tokens
+        rules = Rules(SAMPLING, end_tokens(loaded.model.generation_config, tokenizer.eos_token_id))
+        with evaluating(loaded.strategy.model):
+            kind = PlacedDecoder if can_be_placed(loaded.model, capacity, world.device)[0] else GroupedDecoder
+            decoder = kind(loaded.model, rules, len(mine), capacity, world.device)
+            finished = decoder.admit(mine)
+            while finished or decoder.in_flight:
+                answers += finished
+                progress(len(finished))
+                finished = decoder.step() if decoder.in_flight else []
     everybodys: list[Any] = [None] * world.size
-    dist.all_gather_object(everybodys, mine)
+    dist.all_gather_object(everybodys, {a.request.key[0]: tokenizer.decode(a.tokens, skip_special_tokens=True) for a in answers})
     written = {number: text for part in everybodys for number, text in part.items()}
     return [written[number] for number in range(len(prompts))]
 
@@ -209,7 +216,7 @@ def score(plan: Plan) -> Measured:
     newest = plan.subjects[-1]
     about |= {
         "max_length": plan.target.max_length, "batch_size": plan.base.batch_size, "world_size": world.size, "device": world.device.type,
-        "quantization": quantizations[0], "seed": plan.seed, "sampling": {**SAMPLING, "max_new_tokens": plan.max_new_tokens},
+        "quantization": quantizations[0], "seed": plan.seed, "sampling": {**vars(SAMPLING), "max_new_tokens": plan.max_new_tokens},
         "trained_dataset": shown_data(newest.config, plan.target), "activity": activity,
         "adapter_active": activity[newest.name]["active"] if newest.has_adapter else None, "remarks": remarks, "seconds": round(time.monotonic() - begun, 1),
     }
@@ -229,7 +236,7 @@ def _score_all(plan: Plan, material: _Material, world: World, quantizations: lis
         progress.begin(name)
         if (wanted := place_of(holder)) != place:
             loaded = None
-            free_memory()
+            release_memory()
             loaded, place = load_holder(plan.base, holder, world, material.tokenizer, material.label_names, quantization), wanted
             loaded.choose_chunks(material.sets[0].cfg, material.sets[0].tokens)
         if subject:

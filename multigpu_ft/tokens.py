@@ -169,7 +169,10 @@ def _read_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[
 
 def closing_token(tokenizer: Any) -> int | None:
     "The special token with which the tokenizer's chat template ends what the assistant says, if there is one."
-    ids, learnt = _read_conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer)
+    try:
+        ids, learnt = _read_conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer)
+    except Exception:  # jinja's, or of a tokenizer that knows no characters
+        return None
     last = int(np.array(ids)[learnt][-1]) if learnt.any() else None
     return last if last in _special_ids(tokenizer) else None
 

@@ -74,6 +74,31 @@ def test_ranks_and_batch_size_change_nothing(models, tmp_path, name):
     assert all(r["messages"][-1]["role"] == "assistant" for r in records)
 
 
+def test_logits_have_the_same_bits_on_every_rank(models):
+    "Rank 0's weights are views into a file and may begin anywhere in memory, the others' are not; what rank 0 has read of generation settings is for all."
+    def logits(folder):
+        import torch
+        import torch.distributed as dist
+
+        from multigpu_ft.models import load_tokenizer
+        from multigpu_ft.strategies import join_world
+        from multigpu_ft.subjects import load_holder
+
+        cfg = RunConfig(model=folder, task="chat", max_length=8)
+        world = join_world(cfg)
+        model = load_holder(cfg, None, world, load_tokenizer(cfg), None, "none").model.eval()
+        with torch.no_grad():
+            mine = [model(input_ids=torch.arange(5, 5 + length)[None], logits_to_keep=1).logits.tolist() for length in range(1, 40)]
+        found = [None] * world.size
+        dist.all_gather_object(found, (mine, repr(model.generation_config), {p.data_ptr() % 64 for p in model.parameters()}))
+        return found
+
+    settings = json.loads((models / "qwen3" / "generation_config.json").read_text())
+    (models / "qwen3" / "generation_config.json").write_text(json.dumps({**settings, "temperature": 0.9, "do_sample": True}))
+    one, other = launch(logits, str(models / "qwen3"), nproc=2)
+    assert one == other and one[2] == {0} and '"temperature": 0.9' in one[1]
+
+
 def test_greedy_is_what_transformers_generates(models, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -104,3 +104,29 @@ def test_two_gpus_draw_one_curve(run_root, dtype, settings):
     two, one = launch(cfg.replace(nproc=2, **settings)), launch(cfg.replace(nproc=1, strategy="single", accum_steps=4))
     tolerance = 1e-4 if dtype == "fp32" else 2e-2
     assert all(abs(a["loss"] - b["loss"]) < tolerance * b["loss"] for a, b in zip(two.metrics, one.metrics, strict=True))
+
+
+def test_answers_by_cuda_graphs_are_those_of_transformers(tmp_path):
+    import json
+
+    import torch
+
+    from multigpu_ft import RunConfig, generate
+    from multigpu_ft.models import load_model, load_tokenizer
+
+    questions = tmp_path / "q.jsonl"
+    questions.write_text("".join(json.dumps({"question": "why " * (1 + i % 40)}) + "\n" for i in range(60)))
+    asked = {"model": "builtin:opt-tiny", "dataset": questions, "nproc": 1, "batch_size": 16, "max_new_tokens": 90}
+    answers = generate(**asked, output=tmp_path / "a.jsonl", temperature=0, dtype="fp32")
+    assert "CUDA graphs are not used" not in answers.run.logs(0)
+    cfg = RunConfig(task="chat")
+    tokenizer, model = load_tokenizer(cfg), load_model(cfg, load_tokenizer(cfg)).eval().cuda()
+    same = 0
+    for record in answers:
+        text = tokenizer.apply_chat_template(record["messages"][:1], tokenize=False, add_generation_prompt=True)
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], device="cuda")
+        made = model.generate(ids, max_new_tokens=90, do_sample=False, use_cache=True, pad_token_id=tokenizer.pad_token_id)[0, ids.shape[1] :]
+        same += record["messages"][-1]["content"] == tokenizer.decode(made, skip_special_tokens=True).strip()
+    assert same >= 57  # rounding may decide between two tokens that are alike
+    halves = [generate(**asked, output=tmp_path / f"{dtype}.jsonl", dtype=dtype) for dtype in ("fp16", "auto")]
+    assert all(len(found) == 60 for found in halves)

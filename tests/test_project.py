@@ -59,6 +59,7 @@ def test_exported_code_needs_no_notebook_tooling_and_stays_small(room):
     ("from multigpu_ft import RunConfig; RunConfig()", "torch transformers numpy matplotlib"),
     ("from multigpu_ft import launch", "torch transformers datasets matplotlib"),
     ("from multigpu_ft import evaluate", "torch transformers datasets"),
+    ("from multigpu_ft import generate", "torch transformers datasets"),
 ])
 def test_the_kernel_side_imports_no_torch(statement, absent):
     code = f"import sys; {statement}; loaded = set(sys.modules) & set({absent.split()!r}); assert not loaded, loaded"
@@ -70,7 +71,7 @@ def test_notebooks_can_be_read(notebook):
     content = json.loads(notebook.read_text())
     assert content["metadata"]["kernelspec"]["language"] == "python", "papermill needs it"
     first = "".join(content["cells"][0]["source"])
-    assert first.startswith("# ") and (notebook.stem in ("train", "slices", "evaluate") or "\n> " in first), "a title, and a summary in one line"
+    assert first.startswith("# ") and (notebook.stem in ("train", "slices", "evaluate", "generate", "loop") or "\n> " in first), "a title, and a summary in one line"
 
 
 def test_nothing_of_the_machine_it_was_made_on():
