@@ -71,7 +71,8 @@ def test_notebooks_can_be_read(notebook):
     content = json.loads(notebook.read_text())
     assert content["metadata"]["kernelspec"]["language"] == "python", "papermill needs it"
     first = "".join(content["cells"][0]["source"])
-    assert first.startswith("# ") and (notebook.stem in ("train", "slices", "evaluate", "generate", "loop") or "\n> " in first), "a title, and a summary in one line"
+    recipes = ("train", "slices", "evaluate", "generate", "loop")
+    assert first.startswith("# ") and (notebook.stem in recipes or "\n> " in first), "a title, and a summary in one line"
 
 
 def test_nothing_of_the_machine_it_was_made_on():
