@@ -166,7 +166,9 @@ def compare(name: str) -> tuple[int, int, int]:
         save_model(architecture, folder, settings.get("task"))
         cfg = configuration(folder, settings)
         measured, own = in_processes(cfg)
-        return predicted(simulate(cfg, GPU("CPU", 24 * 1024), 2, kind="cpu")), own, measured
+        found = simulate(cfg, GPU("CPU", 24 * 1024), 2, kind="cpu")
+        dist.destroy_process_group()  # the simulation's, which outlives it
+        return predicted(found), own, measured
 
 
 def on_cpu(wanted: list[str]) -> None:
