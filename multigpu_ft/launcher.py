@@ -31,7 +31,7 @@ from .hub import check_access, find_remote, parse_hub
 from .lineage import find_checkpoints, is_foreign, ledger_remarks, read_progress, sweep
 from .machine import default_run_root, for_this_machine, session_end, use_secrets
 from .panel import LiveLine, Panel, Place, age, has_viewer, progress_line, react_to_widgets, say
-from .processes import is_running
+from .processes import is_running, is_stopped
 from .rundir import FINAL_STATES, LIVE_STATES, PLAN_FILE, RunDir, write_json
 
 # %% ../nbs/10_launcher.ipynb #fa6c0408
@@ -198,6 +198,8 @@ class Run:
             if status.get("activity"):
                 busy = time.monotonic()
             saving = time.monotonic() - busy < 2  # one activity may follow another
+            if any(is_stopped(pid) for pid in status.get("pids", {}).get("ranks", [])):
+                step_s = 0.0  # no step will end that a stopped rank has part in
             save_s = _SAVE_GRACE_S + 2 * status.get("checkpoint_bytes", 0) / 50e6  # a save in flight and the last one, on a slow disk
             if self._is_elsewhere(status):
                 pass  # its processes cannot be reached from here; they will see the request

@@ -117,8 +117,7 @@ def test_hung_rank_is_killed_when_stopped(kernel, run_root):
     psutil.Process(ranks(run_dir)[1]).suspend()
     started = time.monotonic()
     assert "stopped" in k.run("print(run.stop().state)")
-    step_s = float(k.run("print(run.metrics[-1]['step_s'])"))  # where others use the cores, too, a step takes seconds
-    assert time.monotonic() - started < max(7, 2 * step_s + 5) + 8 and not processes(run_root)
+    assert time.monotonic() - started < 10 and not processes(run_root)
 
 
 def test_second_interrupt_kills(kernel, run_root):
