@@ -160,8 +160,8 @@ class Run:
         except KeyboardInterrupt:
             try:
                 self.stop()
-            except KeyboardInterrupt:  # the second one
-                self._end()
+            except KeyboardInterrupt:  # the second one, from somebody who will not wait for a picture
+                self._end(draw=False)
                 raise
         failure = self._end()
         if self._follower:
@@ -293,7 +293,7 @@ class Run:
         if self._view is view:
             self._end()
 
-    def _end(self) -> Exception | None:
+    def _end(self, draw: bool = True) -> Exception | None:
         "What is to be done once, by whoever sees first that the run has ended. Returns why it failed."
         with self._ending:
             if self._ended:
@@ -301,7 +301,7 @@ class Run:
             if self._agent and self._agent.returncode and self.status["state"] in LIVE_STATES:
                 text = f"the torchrun agent (pid {self._agent.pid}) {ending(self._agent.returncode)}, and its ranks with it. The end of its log:\n"
                 self.dir.update_status(state="failed", activity=None, failure={"text": text + tail(self.dir.log_file("agent"))})
-            picture = self._save_picture()
+            picture = self._save_picture() if draw else None
             if self._view:
                 self._show_progress(self._view)
                 self._view.end(self._line, picture)

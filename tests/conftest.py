@@ -2,8 +2,10 @@
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -130,6 +132,9 @@ class Kernel:
         self.client = self.manager.blocking_client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
+        self._stacks = tempfile.NamedTemporaryFile("r", prefix="kernel-stacks-")
+        register = f"faulthandler.register(signal.SIGUSR1, open({self._stacks.name!r}, 'w'))"
+        self.client.execute_interactive(f"import faulthandler, signal; {register}; del faulthandler, signal", silent=True, timeout=60)
 
     def run(self, code, timeout=120):
         "Execute `code`; returns what it printed or showed, and raises `CellError` as the frontend shows an error."
@@ -137,15 +142,22 @@ class Kernel:
 
     def start(self, code):
         "Execute `code` without waiting; `.result()` waits for what `run` returns or raises."
-        return _Cell(self.client, self.client.execute(code))
+        return _Cell(self.client, self.client.execute(code), self.stacks)
 
     @property
     def pid(self):
         return self.manager.provisioner.pid
 
+    def stacks(self):
+        "Where its threads are at the moment."
+        os.kill(self.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return self._stacks.read()
+
     def shutdown(self):
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        self._stacks.close()
 
 
 class CellError(Exception):
@@ -155,8 +167,8 @@ class CellError(Exception):
 
 
 class _Cell:
-    def __init__(self, client, message_id):
-        self.client, self.id = client, message_id
+    def __init__(self, client, message_id, stacks):
+        self.client, self.id, self._stacks = client, message_id, stacks
 
     def result(self, timeout=60):
         end, shown, error, before = time.monotonic() + timeout, [], None, None
@@ -164,7 +176,7 @@ class _Cell:
             try:
                 message = self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"the cell is still running after {timeout} s; it showed: {shown}") from None
+                raise AssertionError(f"the cell is still running after {timeout} s; it showed: {shown}; its threads:\n{self._stacks()}") from None
             kind, content = message["msg_type"], message["content"]
             if message["parent_header"].get("msg_id") != self.id:
                 continue
