@@ -2,10 +2,11 @@
 
     python bench/generation.py --dataset questions.jsonl
 
-A tiny model learns real questions and answers first, so that it ends its answers where such answers end. Then the arms take turns, each in processes of its
-own with a thread each: the questions in halves, one for each of two ranks, 25 answers to a question at a time; `generate` with 25 places on two ranks; and on
-one. All of them sample 256 tokens at most at temperature 1. What counts is the time from the first question to the last answer, without starting and loading.
-Writes bench/results/generation.json.
+A tiny model learns real questions and answers first, so that it ends its answers where such answers end. Then the arms of a comparison take turns, each in
+processes of its own with a thread each. `static`: 25 answers to each of 22 questions, in halves for two ranks with 25 answers to a question at a time, against
+`generate` with as many places. `processes`: 25 answers to each of 88 questions by `generate` with 38 places, on two ranks and on one. All of them sample 256
+tokens at most at temperature 1. What counts is the time from the first question to the last answer, without starting and loading.
+Writes bench/results/generation.json; a comparison that is not made stays there as it was.
 """
 import argparse
 import json
@@ -87,10 +88,10 @@ def make_qwen3(root):
     return folder
 
 
-def ours(folder, dataset, questions, ranks, out):
+def ours(folder, dataset, questions, places, ranks, out):
     run = subprocess.run(
         [Path(sys.executable).with_name("multigpu-ft"), "generate", "--model", folder, "--dataset", dataset, "--num-questions", str(questions),
-         "--num-sequences-per-question", str(SAMPLES), "--batch-size", str(SAMPLES), "--max-new-tokens", str(NEW_TOKENS), "--temperature", "1", "--top-k", "0",
+         "--num-sequences-per-question", str(SAMPLES), "--batch-size", str(places), "--max-new-tokens", str(NEW_TOKENS), "--temperature", "1", "--top-k", "0",
          "--nproc", str(ranks), "--output", out, "--json"],
         check=True, capture_output=True, text=True,
     )
@@ -112,36 +113,34 @@ def theirs(folder, dataset, questions, out):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset", type=Path, default=ROOT.parent / "shared" / "data" / "questions.jsonl")
-    parser.add_argument("--questions", type=int, default=22)
+    parser.add_argument("--compare", choices=COMPARISONS, nargs="+", default=list(COMPARISONS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kind", choices=("opt", "qwen3"), nargs="+", default=["opt", "qwen3"])
     parser.add_argument("--model", help="a model that is there already")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--questions", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.rank:
         return static_halves(options.model, options.dataset, options.questions, options.out)
-    results = {kind: compare(kind, options) for kind in options.kind}
-    (ROOT / "bench" / "results" / "generation.json").write_text(json.dumps(results, indent=1) + "\n")
+    path = ROOT / "bench" / "results" / "generation.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for kind in options.kind:
+        with tempfile.TemporaryDirectory() as tmp:
+            folder = options.model or train(Path(tmp), options.dataset.resolve(), kind)
+            for name in options.compare:
+                results.setdefault(kind, {})[name] = compare(COMPARISONS[name], options, folder, Path(tmp))
+                path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def compare(kind, options):
-    "All arms in turn, with one model."
-    dataset, questions = options.dataset.resolve(), options.questions
-    with tempfile.TemporaryDirectory() as tmp:
-        root = Path(tmp)
-        folder = options.model or train(root, dataset, kind)
-        arms = {
-            "static halves": lambda n: theirs(folder, dataset, questions, root / "static.json"),
-            "generate": lambda n: ours(folder, dataset, questions, 2, root / f"a{n}.jsonl"),
-            "generate, 1 process": lambda n: ours(folder, dataset, questions, 1, root / f"b{n}.jsonl"),
-        }
-        found = {name: [] for name in arms}
-        for number in range(options.repeats):
-            for name, arm in arms.items():
-                found[name].append(arm(number))
-                print(kind, number, name, {k: round(v, 2) for k, v in found[name][-1].items()}, flush=True)
+def compare(comparison, options, folder, root):
+    "Two arms in turn, with one model."
+    found = {arm: [] for arm in comparison}
+    for number in range(options.repeats):
+        for arm, run in comparison.items():
+            found[arm].append(run(folder, options.dataset.resolve(), root / f"{arm}-{number}.jsonl"))
+            print(number, arm, {k: round(v, 2) for k, v in found[arm][-1].items()}, flush=True)
     return summary(found)
 
 
@@ -151,15 +150,25 @@ def summary(found):
         return {"median": round(statistics.median(values), 3), "least": round(min(values), 3), "most": round(max(values), 3)}
 
     speeds = {name: [r["sequences_per_second"] for r in runs] for name, runs in found.items()}
-    pairs = {
-        "generate / static halves": ("generate", "static halves"), "2 processes / 1": ("generate", "generate, 1 process"),
-    }
+    first, second = speeds
     return {
         "repeats": len(next(iter(found.values()))),
         "sequences_per_second": {name: spread(values) for name, values in speeds.items()},
         "tokens_per_second": {name: spread([r["tokens"] / r["seconds"] for r in runs]) for name, runs in found.items()},
-        "ratios": {name: spread([a / b for a, b in zip(speeds[first], speeds[second], strict=True)]) for name, (first, second) in pairs.items()},
+        f"{first} / {second}": spread([a / b for a, b in zip(speeds[first], speeds[second], strict=True)]),
     }
+
+
+COMPARISONS = {
+    "static": {
+        "generate": lambda folder, dataset, out: ours(folder, dataset, 22, SAMPLES, 2, out),
+        "static halves": lambda folder, dataset, out: theirs(folder, dataset, 22, out),
+    },
+    "processes": {
+        "2 processes": lambda folder, dataset, out: ours(folder, dataset, 88, 38, 2, out),
+        "1 process": lambda folder, dataset, out: ours(folder, dataset, 88, 38, 1, out),
+    },
+}
 
 
 if __name__ == "__main__":

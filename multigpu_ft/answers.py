@@ -167,7 +167,7 @@ def _reward_name(reward: Any) -> tuple[str | None, bytes | None]:
     packed = pack(reward, ())
     return f"{getattr(reward, '__name__', 'function')} {hashlib.sha256(packed).hexdigest()[:16]}", packed
 
-# %% ../nbs/10d_answers.ipynb #10ec3a2c
+# %% ../nbs/10d_answers.ipynb #71abd4d8
 def _open(folder: Path, cfg: RunConfig, assignment: Assignment, reward: bytes | None) -> RunDir:
     "The run directory of a generation, new or gone on with."
     run_dir = RunDir(folder)
@@ -181,7 +181,8 @@ def _open(folder: Path, cfg: RunConfig, assignment: Assignment, reward: bytes | 
     assignment.write(run_dir)
     if reward:
         (folder / "reward.pkl").write_bytes(reward)
-    run_dir.update_status(state="starting", pids={"launcher": os.getpid()}, host=socket.gethostname(), launched=time.time(), session_end=session_end())
+    here = {"pids": {"launcher": os.getpid()}, "host": socket.gethostname()}
+    run_dir.update_status(state="starting", unit="sequences", **here, launched=time.time(), session_end=session_end())
     return run_dir
 
 # %% ../nbs/10d_answers.ipynb #0829a610

@@ -341,6 +341,8 @@ class RunConfig(BaseModel):
         first_held_out = self.held_out[0] if self.held_out and self.start_idx < self.held_out[0] else num_rows
         end = self.end_idx if self.end_idx is not None else min(self.start_idx + self.slice_size, num_rows, first_held_out)
         where = f"slice {self.start_idx}-{self.end_idx if self.end_idx is not None else '(end)'} of {self.dataset}, which has {num_rows:,} rows"
+        if not num_rows:
+            raise DataError(f"{self.dataset} has no rows.")
         if self.start_idx < 0 or end < 0:
             raise DataError(f"{where}: start_idx and end_idx count rows from the front and cannot be negative.")
         if self.start_idx >= num_rows:

@@ -144,7 +144,7 @@ def _world_apart() -> World:
     rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     return World(rank, local_rank, size, torch.device("cpu"))
 
-# %% ../nbs/08g_generation.ipynb #e18ec1d8
+# %% ../nbs/08g_generation.ipynb #1e25fadc
 _TELL_EVERY_S, _LOG_EVERY_S, _SPARE_S = 0.3, 2.0, 60.0
 
 
@@ -247,7 +247,7 @@ class Generation:
         "Make what is missing, until it is there or somebody asks to stop. Returns the last status."
         self._begun = time.monotonic()
         self.tracker.status(
-            state="running", unit="sequences", total_steps=len(self.requests), slice_step=len(self.found), device=self.world.device.type, **self.model.about,
+            state="running", total_steps=len(self.requests), slice_step=len(self.found), device=self.world.device.type, **self.model.about,
             sampling=vars(self.sampling), questions=len(self.questions),
         )
         if self.world.is_main:

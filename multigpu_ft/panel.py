@@ -43,7 +43,7 @@ def _bytes(count: float) -> str:
 
 
 def _accepted(record: dict[str, Any]) -> str:
-    return f"{record['accepted']:,} accepted ({record['accepted'] / max(1, record['step']):.0%})"
+    return f"{record['accepted']:,} ({record['accepted'] / max(1, record['step']):.0%})"
 
 
 def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]]) -> str:
@@ -60,7 +60,7 @@ def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]
         if "loss" in last:
             parts.append("loss not finite" if last["loss"] is None else f"loss {last['loss']:.4f}")
         else:
-            parts += [f"{last['sequences_per_second']:,.3g} sequences/s", *([_accepted(last)] if "accepted" in last else [])]
+            parts += [f"{last['sequences_per_second']:,.3g} sequences/s", *([f"accepted {_accepted(last)}"] if "accepted" in last else [])]
         parts.append(f"{last['tokens_per_second']:,.0f} tokens/s")
         if last.get("skipped_steps"):
             parts.append(f"{last['skipped_steps']} steps skipped")
@@ -298,8 +298,10 @@ class Panel:
         self._kill = w.Button(description="Kill", tooltip="end all processes at once, without saving")
         self._stop.on_click(self._on_stop)
         self._kill.on_click(self._on_kill)
-        self._checkpoints, self._logs = w.HTML(), w.HTML()
-        self._folded = w.Accordion(children=[self._checkpoints, self._logs], titles=("checkpoints", "logs"), selected_index=None)
+        self._folds = {"checkpoints": self._checkpoint_table, "logs": self._log_tails}
+        if "unit" in self._run.status:
+            del self._folds["checkpoints"]  # a generation has none
+        self._folded = w.Accordion(children=[w.HTML() for _ in self._folds], titles=tuple(self._folds), selected_index=None)
         self._folded.observe(lambda _: self.show(now=True), "selected_index")
         buttons = w.HBox([self._stop, self._kill])
         self._root = w.VBox([self._head, self._bar, self._drawing, self._table, self._remarks, buttons, self._folded])
@@ -331,10 +333,8 @@ class Panel:
         facts = [f'<b style="font-weight:600">{name}</b> {value}' for name, value in _facts(run.config.task, status, self._curve) if value]
         self._set(self._table, f'<div style="line-height:1.5">{" &ensp;·&ensp; ".join(facts)}</div>' if facts else "")
         self._set(self._remarks, "".join(f"<div>{escape(r)}</div>" for r in status.get("remarks", [])))
-        if self._folded.selected_index == 0:
-            self._set(self._checkpoints, self._checkpoint_table())
-        elif self._folded.selected_index == 1:
-            self._set(self._logs, self._log_tails())
+        if (opened := self._folded.selected_index) is not None:
+            self._set(self._folded.children[opened], list(self._folds.values())[opened]())
         if self._kill.button_style and time.monotonic() > self._sure_until:
             self._kill.description, self._kill.button_style = "Kill", ""
 

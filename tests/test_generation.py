@@ -5,6 +5,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from browser import make_notebook
 from conftest import BIN, NBS, outputs, papermill, processes, until
 
 from multigpu_ft import DataError, ModelError, RunConfig, RunFailed, generate, launch
@@ -242,6 +244,45 @@ def test_the_recipe_under_papermill(models, tmp_path):
     assert "15 of 15 to 3 questions" in outputs(tmp_path / "out.ipynb") and len((tmp_path / "traj.jsonl").read_text().splitlines()) == 15
     wrong = papermill(NBS / "generate.ipynb", tmp_path / "wrong.ipynb", "-p", "dataset", "none.jsonl", "-p", "model", "x", cwd=tmp_path)
     assert wrong.returncode and "there is no such file" in wrong.stderr
+
+
+def test_the_circle_under_papermill(tmp_path):
+    "It learns to add, and then from its own additions."
+    sums = [(i % 6, i // 6 % 6) for i in range(72)]
+    rows = [{"messages": [
+        {"role": "user", "content": f"What is {a} and {b}?"}, {"role": "assistant", "content": f"It is <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}"},
+    ]} for a, b in sums]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = {"num_train": 64, "num_epochs": 40, "num_questions": 16, "num_sequences_per_question": 8, "max_new_tokens": 48, "num_epochs_again": 1}
+    words = [word for key, value in {"dataset": "sums.jsonl", **few}.items() for word in ("-p", key, value)]
+    done = papermill(NBS / "loop.ipynb", tmp_path / "out.ipynb", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    before, after = map(float, re.search(r"good answers to unseen questions: before ([\d.]+)%, after ([\d.]+)%", outputs(tmp_path / "out.ipynb")).groups())
+    assert min(before, after) > 0, (before, after)
+
+
+def test_watched_and_stopped_in_jupyterlab(models, lab, shots):
+    here = lab(env={"OMP_NUM_THREADS": "1"})
+    ask = {**asked(models), "num_questions": 40, "num_sequences_per_question": 400}
+    page = here.open(make_notebook(
+        here.folder / "g.ipynb",
+        "from multigpu_ft import generate\n"
+        "def is_short(record, row):\n    return record['completion_tokens'] < 20\n"
+        f"answers = generate(**{ask!r}, batch_size=16, nproc=2, reward=is_short, output='traj.jsonl')",
+        "answers",
+    ))
+    page.run_cell(0, wait=0)
+    page.wait_for_text(re.compile(r"of 16,000 sequences .* left"), 90, 0)
+    page.wait_for_text(re.compile(r"[\d.]+ sequences/s"), 30, 0)
+    page.wait_for_text(re.compile(r"accepted [\d,]+ \(\d+%\)"), 30, 0)
+    page.screenshots(shots, "generate", page.output(0))
+    assert "checkpoints" not in page.output(0).inner_text()
+    page.click("Stop (saves)")
+    page.wait_for_text("the same call again makes the rest", 60, 0)
+    page.run_cell(1)
+    page.wait_for_text("of 16,000 to 40 questions", 30, 1)
+    page.screenshots(shots, "generate-stopped", page.output(0))
+    assert not processes(here.folder / "traj.jsonl.run")
 
 
 if __name__ == "__main__":
