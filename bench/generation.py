@@ -4,7 +4,8 @@
 
 A tiny model learns real questions and answers first, so that it ends its answers where such answers end. Then the arms of a comparison take turns, each in
 processes of its own with a thread each. `static`: 25 answers to each of 22 questions, in halves for two ranks with 25 answers to a question at a time, against
-`generate` with as many places. `processes`: 25 answers to each of 88 questions by `generate` with 38 places, on two ranks and on one. All of them sample 256
+`generate` with as many places. `processes`: 25 answers to each of 88 questions by `generate` with 38 places, on two ranks and on one. `machine`: two
+such processes that have nothing to do with each other, at once, against one alone: what two processes could reach here. All of them sample 256
 tokens at most at temperature 1. What counts is the time from the first question to the last answer, without starting and loading.
 Writes bench/results/generation.json; a comparison that is not made stays there as it was.
 """
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +103,13 @@ def ours(folder, dataset, questions, places, ranks, out):
     return {"sequences_per_second": said["sequences"] / said["seconds"], "seconds": said["seconds"], "tokens": tokens}
 
 
+def at_once(folder, dataset, out):
+    "Two generations of their own, each on one rank."
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda n: ours(folder, dataset, 22, 38, 1, out.with_name(f"{n}-{out.name}")), range(2)))
+    return {"sequences_per_second": sum(b["sequences_per_second"] for b in both), "seconds": max(b["seconds"] for b in both), "tokens": both[0]["tokens"] * 2}
+
+
 def theirs(folder, dataset, questions, out):
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--rank", "--model", folder, "--dataset", dataset,
@@ -167,6 +176,10 @@ COMPARISONS = {
     "processes": {
         "2 processes": lambda folder, dataset, out: ours(folder, dataset, 88, 38, 2, out),
         "1 process": lambda folder, dataset, out: ours(folder, dataset, 88, 38, 1, out),
+    },
+    "machine": {
+        "two at once": at_once,
+        "one alone": lambda folder, dataset, out: ours(folder, dataset, 22, 38, 1, out),
     },
 }
 

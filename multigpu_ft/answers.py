@@ -167,7 +167,7 @@ def _reward_name(reward: Any) -> tuple[str | None, bytes | None]:
     packed = pack(reward, ())
     return f"{getattr(reward, '__name__', 'function')} {hashlib.sha256(packed).hexdigest()[:16]}", packed
 
-# %% ../nbs/10d_answers.ipynb #71abd4d8
+# %% ../nbs/10d_answers.ipynb #6e4a23f9
 def _open(folder: Path, cfg: RunConfig, assignment: Assignment, reward: bytes | None) -> RunDir:
     "The run directory of a generation, new or gone on with."
     run_dir = RunDir(folder)
@@ -177,7 +177,7 @@ def _open(folder: Path, cfg: RunConfig, assignment: Assignment, reward: bytes | 
         (folder / name).mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("errors/*"), *folder.glob("beats/*"), *(folder / name for name in ("stop", "metrics.jsonl", "status.json", "reward.pkl"))):
         old.unlink(missing_ok=True)
-    write_json(folder / "config.json", {**cfg.model_dump(), "run_root": str(folder.parent), "run_name": folder.name})
+    write_json(folder / "config.json", {**cfg.model_dump(), "run_root": str(folder.parent), "run_name": None})
     assignment.write(run_dir)
     if reward:
         (folder / "reward.pkl").write_bytes(reward)

@@ -229,7 +229,7 @@ def test_an_adapter_is_asked(models, tmp_path):
     common = {"task": "chat", "dataset": str(tmp_path / "traj.jsonl"), "max_length": 64, "run_root": str(tmp_path / "runs"), "nproc": 1}
     run = launch(RunConfig(model=str(models / "qwen3"), tuning="lora", learning_rate=0.03, num_epochs=3, run_name="lora", **common))
     ask = {k: v for k, v in asked(models).items() if k != "model"} | {"temperature": 0, "num_sequences_per_question": 1}
-    of_run = generate("lora", **ask, output=tmp_path / "run.jsonl", run_root=str(tmp_path / "runs"))
+    of_run = generate("lora", **ask, output=tmp_path / "of the run.jsonl", run_root=str(tmp_path / "runs"))
     of_checkpoint = generate(checkpoint=run.dir.checkpoints()[-1], **ask, output=tmp_path / "checkpoint.jsonl", nproc=1)
     of_folder = generate(hf_repo=run.status["export"], **ask, output=tmp_path / "folder.jsonl", nproc=1)
     base = generate(model=str(models / "qwen3"), **ask, output=tmp_path / "base.jsonl", nproc=1)
