@@ -253,7 +253,7 @@ def test_the_circle_under_papermill(tmp_path):
         {"role": "user", "content": f"What is {a} and {b}?"}, {"role": "assistant", "content": f"It is <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}"},
     ]} for a, b in sums]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    few = {"num_train": 64, "num_epochs": 40, "num_questions": 16, "num_sequences_per_question": 8, "max_new_tokens": 48, "num_epochs_again": 1}
+    few = {"num_train": 64, "num_epochs": 40, "num_questions": 16, "num_sequences_per_question": 40, "max_new_tokens": 48, "num_epochs_again": 1}
     words = [word for key, value in {"dataset": "sums.jsonl", **few}.items() for word in ("-p", key, value)]
     done = papermill(NBS / "loop.ipynb", tmp_path / "out.ipynb", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
