@@ -120,7 +120,34 @@ def running(run_root, steps=3):
         for metrics in run_root.glob("*/metrics.jsonl"):
             if metrics.read_text().count("\n") >= steps and json.loads((metrics.parent / "status.json").read_text())["state"] == "running":
                 return metrics.parent
-    return until(ready, 120, "a run that trains")  # Python starts four times, which takes a minute where others do that, too
+    try:
+        return until(ready, 120, "a run that trains")  # Python starts four times, which takes a minute where others do that, too
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{_evidence(run_root)}") from None
+
+
+def _evidence(run_root):
+    "Why a run may not have got on: where its ranks are, what they wrote, and who else has the processors."
+    busy = list(psutil.process_iter())
+    for process in busy:
+        _percent(process)
+    for process in processes(run_root):
+        if "multigpu_ft.training" in process.cmdline():
+            process.send_signal(signal.SIGUSR1)
+    time.sleep(2)
+    lines = [f"load {os.getloadavg()}, {psutil.virtual_memory().available:,} bytes of memory free"]
+    lines += [f"{percent:.0f} % {line[:200]}" for percent, line in sorted(map(_percent, busy), reverse=True)[:12]]
+    for path in sorted(run_root.glob("*/*.json*")) + sorted(run_root.glob("*/logs/*")):
+        lines += [f"--- {path}", path.read_text()[-3000:]]
+    return "\n".join(lines)
+
+
+def _percent(process):
+    "Per cent of a processor since the last call, and the command line."
+    try:
+        return process.cpu_percent(), f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
+    except psutil.NoSuchProcess:
+        return 0.0, "gone"
 
 
 class Kernel:

@@ -87,6 +87,7 @@ BLOCKS = [[line.split("  #")[0].strip() for line in block.splitlines() if line.s
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
+@pytest.mark.timeout(1800)  # one block has 15 commands, six of which train; each has a limit of its own
 @pytest.mark.parametrize("commands", BLOCKS, ids=lambda commands: commands[0])
 def test_commands_of_the_readme(commands, tmp_path):
     "Those of one block one after the other in one folder, as they are read."
