@@ -253,6 +253,7 @@ _STYLE = """<style>
 .multigpu-form pre { border-radius: 4px; background: rgba(128, 128, 128, 0.15); }
 </style>"""
 _ESTIMATE_AFTER_S = 0.6  # without a keystroke
+_estimating = threading.Lock()  # one at a time, however many forms there are: it takes a core
 
 # %% ../nbs/11_widgets.ipynb #5ad152d8
 class Form:
@@ -265,7 +266,7 @@ class Form:
         self._place: Place | None = None
         self._lock = threading.RLock()  # keystrokes come in one thread, the end of a run in another
         self._setting, self._busy, self._remark = False, "", ""
-        self._timer, self._estimating = threading.Timer(0, lambda: None), threading.Lock()
+        self._timer = threading.Timer(0, lambda: None)
         self.run: Run | None = None
 
     @property
@@ -431,7 +432,7 @@ class Form:
         _set(self._memory, _fine("memory: estimating ..."))
 
     def _estimate(self, cfg: RunConfig) -> None:
-        with self._estimating:  # one at a time: it takes a core
+        with _estimating:
             if cfg != self._config:
                 return
             try:

@@ -2,6 +2,7 @@
 import re
 import shlex
 import sys
+import threading
 import time
 from html import unescape
 from types import SimpleNamespace
@@ -18,8 +19,12 @@ from multigpu_ft.config import PRESET_NEEDS, PRESETS
 
 @pytest.fixture(autouse=True)
 def no_estimates(monkeypatch):
-    "Each takes a core for seconds."
+    "Each takes a core for seconds. One put off is called off: in the same process ten minutes of other tests may follow."
     monkeypatch.setattr(widgets, "_ESTIMATE_AFTER_S", 600)
+    yield
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.cancel()
 
 
 TINY = {"end_idx": 64, "batch_size": 8, "packing": "padded", "nproc": 1, "max_steps": 3}
@@ -274,6 +279,25 @@ def test_an_estimate_comes_when_typing_pauses(monkeypatch):
     f.inputs["batch_size"].value = "99"
     until(lambda: "no estimate: no such model" in shown(f._memory), 5, "why there is none")
     assert asked == [123, 99], "only for what was typed when it paused"
+
+
+def test_several_forms_estimate_one_after_the_other(monkeypatch):
+    running, at_once = [], []
+
+    def estimate(cfg):
+        running.append(cfg)
+        time.sleep(1)
+        at_once.append(len(running))
+        running.remove(cfg)
+        return SimpleNamespace(line=f"{cfg.batch_size} GB.", remedies=[])
+
+    monkeypatch.setattr(widgets, "_ESTIMATE_AFTER_S", 0)
+    monkeypatch.setattr(widgets, "estimate", estimate)
+    forms = [form(RunConfig(batch_size=size)) for size in (1, 2, 3)]
+    for f in forms:
+        f._build()
+    until(lambda: all(f"memory: {size} GB." in shown(f._memory) for size, f in enumerate(forms, 1)), 10, "all estimates")
+    assert at_once == [1, 1, 1]
 
 
 def test_where_nobody_looks_it_is_text_and_no_widget(capsys):
