@@ -42,8 +42,10 @@ def loss_figure(metrics: list[dict[str, Any]], title: str) -> Any:
     figure = Figure(figsize=(6.4, 5.2 if scored else 3.2), dpi=100, layout="constrained")
     panels = figure.subplots(2 if scored else 1, sharex=True, squeeze=False)[:, 0]
     axes = panels[0]
-    axes.plot(steps[thin], losses[thin], color="tab:blue", alpha=0.3, linewidth=1, label="each logged step")
-    axes.plot(steps[thin], mean[thin], color="tab:blue", linewidth=2, label=f"mean of the last {window}")
+    plain = {"linewidth": 2} if window == 1 else {"linewidth": 1, "alpha": 0.3}
+    axes.plot(steps[thin], losses[thin], color="tab:blue", label="each logged step", **plain)
+    if window > 1:
+        axes.plot(steps[thin], mean[thin], color="tab:blue", linewidth=2, label=f"mean of the last {window}")
     marks = {"marker": "o", "markersize": 4}
     if evaluated:
         axes.plot([m["step"] for m in evaluated], [m["eval_loss"] for m in evaluated], color="tab:orange", label="evaluation", **marks)
