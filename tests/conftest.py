@@ -146,8 +146,8 @@ def _percent(process):
     "Per cent of a processor since the last call, and the command line."
     try:
         return process.cpu_percent(), f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
-    except psutil.NoSuchProcess:
-        return 0.0, "gone"
+    except psutil.Error:  # it ended, or is another user's
+        return 0.0, "?"
 
 
 class Kernel:
