@@ -24,7 +24,7 @@ setup(
     packages=[cfg["lib_path"]],
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={name: cfg[f"{name}_requirements"].split() for name in ("dev", "quantization", "tracking", "vllm", "bench")},
+    extras_require={name: cfg[f"{name}_requirements"].split() for name in ("dev", "quantization", "deepspeed", "tracking", "vllm", "bench")},
     entry_points={"console_scripts": cfg["console_scripts"].split()},
     classifiers=[
         "Development Status :: 3 - Alpha",

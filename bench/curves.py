@@ -15,6 +15,10 @@ WAYS = {
     "ddp, 2 × 4 × 1 row": {"strategy": "ddp", "batch_size": 1, "accum_steps": 4},
     "fsdp full_shard, 2 × 4 rows": {"strategy": "fsdp", "batch_size": 4, "communication": "micro_batch"},
     "fsdp shard_grad_op, 2 × 2 × 2 rows": {"strategy": "fsdp", "batch_size": 2, "accum_steps": 2, "sharding": "shard_grad_op"},
+    "accelerate, 2 × 2 × 2 rows": {"strategy": "accelerate", "batch_size": 2, "accum_steps": 2},
+    "zero1, 2 × 2 × 2 rows": {"strategy": "zero1", "batch_size": 2, "accum_steps": 2},
+    "zero2, 2 × 1 × 4 rows": {"strategy": "zero2", "batch_size": 1, "accum_steps": 4},
+    "zero3, 2 × 4 rows": {"strategy": "zero3", "batch_size": 4},
 }
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -27,11 +31,11 @@ with tempfile.TemporaryDirectory() as root:
         run = launch(RunConfig(dataset=args.dataset, run_root=root, resume_file="none", packing="packed", max_steps=25, **settings), wait=False).wait()
         curves[way] = [[m["step"], m["loss"]] for m in run.metrics]
 reference = next(iter(curves.values()))
-figure = Figure(figsize=(8, 4.2), dpi=100, layout="constrained")
+figure = Figure(figsize=(8, 4.8), dpi=100, layout="constrained")
 loss, apart = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
 for number, (way, points) in enumerate(curves.items()):
     steps, losses = zip(*points, strict=True)
-    loss.plot(steps, losses, linewidth=8 - 1.5 * number, alpha=0.8, label=way)
+    loss.plot(steps, losses, linewidth=9 - 0.95 * number, alpha=0.8, label=way)
     relative = [max(abs(a - b) / b, 1e-12) for a, (_, b) in zip(losses, reference, strict=True)]
     if number:
         apart.semilogy(steps, relative, color=f"C{number}")

@@ -46,10 +46,11 @@ def be_rank(arm, folder):
 
     from multigpu_ft import RunConfig
     from multigpu_ft.adapters import add_adapter
+    from multigpu_ft.choosing import make_strategy
     from multigpu_ft.loading import share_quantization
     from multigpu_ft.losses import LossModel
     from multigpu_ft.models import load_model, load_shell, load_tokenizer, transformer_blocks
-    from multigpu_ft.strategies import join_world, make_strategy
+    from multigpu_ft.strategies import join_world
 
     torch.set_num_threads(1)
     tuning, precision = ARMS[arm]

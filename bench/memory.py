@@ -25,13 +25,15 @@ import torch.distributed as dist
 from torch import nn
 
 from multigpu_ft.batches import Step
+from multigpu_ft.choosing import make_strategy
 from multigpu_ft.config import RunConfig
 from multigpu_ft.estimates import estimate
 from multigpu_ft.gpus import GPU, find_gpu
+from multigpu_ft.loading import places
 from multigpu_ft.models import choose_quantization
 from multigpu_ft.preparing import load_base, put_under, with_loss
 from multigpu_ft.simulation import NoTokenizer, longest_batch, simulate
-from multigpu_ft.strategies import DDP, FSDP, compute_dtype, join_world, make_strategy
+from multigpu_ft.strategies import DDP, FSDP, compute_dtype, join_world
 from multigpu_ft.tracking import Stopwatch
 from multigpu_ft.training import train_step
 
@@ -236,17 +238,13 @@ class OnOneGPU:
             for module in packed:
                 module.to(self.world.device)
         known: dict[int, torch.Tensor] = {}
-        waiting = [unit]
-        while waiting:
-            module = waiting.pop(0)
-            waiting += [child for child in module.children() if child not in leave]
-            for kind in (module._parameters, module._buffers):
-                for name, tensor in kind.items():
-                    if tensor is not None and tensor.device != self.world.device:
-                        if id(tensor) not in known:
-                            new = tensor.detach().to(self.world.device)
-                            known[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-                        kind[name] = known[id(tensor)]
+        for module, kind, name in places(unit, leave):
+            tensor = getattr(module, kind)[name]
+            if tensor.device != self.world.device:
+                if id(tensor) not in known:
+                    new = tensor.detach().to(self.world.device)
+                    known[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+                getattr(module, kind)[name] = known[id(tensor)]
         return []
 
     def _packed_outputs(self, unit: nn.Module) -> dict[str, torch.Tensor]:

@@ -29,10 +29,11 @@ def rank(strategy_name, rounds, report):
 
     from multigpu_ft import RunConfig, RunDir
     from multigpu_ft.checkpoints import CheckpointWriter
+    from multigpu_ft.choosing import make_strategy
     from multigpu_ft.losses import LossModel
     from multigpu_ft.optimizers import make_optimizer
     from multigpu_ft.progress import Progress
-    from multigpu_ft.strategies import join_world, make_strategy
+    from multigpu_ft.strategies import join_world
 
     torch.set_num_threads(1)
     folder = Path(report).parent / strategy_name

@@ -100,8 +100,20 @@ def changes_nothing(model: nn.Module) -> bool:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     "A sharded tensor put together, any other as it is. A collective."
+    if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
+        return _whole_under_zero(tensor)
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _whole_under_zero(p: nn.Parameter) -> torch.Tensor:
+    from deepspeed.utils import safe_get_full_fp32_param
+    from deepspeed.runtime.zero import GatheredParameters
+
+    if p.requires_grad:
+        return safe_get_full_fp32_param(p)
+    with GatheredParameters([p]):
+        return p.detach().clone()
 
 
 def _unpacked(layer: nn.Module) -> torch.Tensor:

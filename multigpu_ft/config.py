@@ -141,17 +141,23 @@ class RunConfig(BaseModel):
     weight_decay: float = _field(0.01, "training", "decoupled weight decay of AdamW, for matrices; biases and norms have none", low=0, high=1)
     max_grad_norm: float | None = _field(1.0, "training", "clip the global gradient norm to this; empty: no clipping", above=0)
 
-    strategy: Literal["auto", "single", "ddp", "fsdp"] = _field("auto", "parallelism", "how GPUs share work; auto: single on one, ddp if it fits, else fsdp")
+    strategy: Literal["auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"] = _field(
+        "auto", "parallelism", "how GPUs share work; auto: single on one, ddp if it fits, else fsdp. accelerate: Accelerate's ddp; zero1 to zero3: DeepSpeed's"
+    )
     sharding: Literal["full_shard", "shard_grad_op"] = _field("full_shard", "parallelism", "what fsdp shards: all, or only gradients and optimizer state")
     communication: Literal["auto", "window", "micro_batch"] = _field(
         "auto", "parallelism", "fsdp gathers parameters and reduces gradients once per accumulation window or per micro-batch; auto: window where memory allows"
     )
+    deepspeed_config: str | None = _field(None, "parallelism", "DeepSpeed JSON, a file or its text, with further settings for zero1 to zero3; empty: none")
     nproc: int | None = _field(None, "parallelism", "processes; empty: one per GPU, or 2 without a GPU", low=1, high=64)
     timeout_s: int = _field(600, "parallelism", "longest wait for another rank in a collective (seconds)", low=5)
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "memory", "compute dtype; auto: bf16 from compute capability 8.0, else fp16, fp32 on a CPU")
     activation_checkpointing: Literal["auto", "none", "full"] | Annotated[int, Field(ge=2)] = _field(
         "auto", "memory", "blocks that compute their activations again in the backward pass: none, full, a number k for every k-th; auto: as few as fit"
+    )
+    offload: Literal["none", "optimizer", "all"] = _field(
+        "none", "memory", "what zero keeps in host memory: the optimizer and its fp32 weights (zero1 to zero3), or parameters too (zero3)"
     )
     memory_check: Literal["refuse", "warn", "off"] = _field(
         "refuse", "memory", "before a run on GPUs, estimate its memory and refuse what cannot fit, say so only, or do not estimate"
@@ -214,6 +220,7 @@ class RunConfig(BaseModel):
         if self.optimizer == "adamw_8bit" and self.strategy == "fsdp":
             raise ValueError("optimizer='adamw_8bit' keeps its state in blocks that cannot be sharded; use strategy='ddp' or 'single', or optimizer='adamw'")
         self._check_tuning()
+        self._check_zero()
         if self.task == "classification" and self.packing == "packed":
             raise ValueError("packing='packed' puts several texts into a row, which has one label; use packing='auto', 'padded' or 'bucketed'")
         self._check_evaluation()
@@ -228,6 +235,29 @@ class RunConfig(BaseModel):
         if self.max_steps and self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} is beyond max_steps={self.max_steps}; the peak rate would never be reached")
         return self
+
+    @property
+    def zero_stage(self) -> int:
+        "1, 2 or 3 of DeepSpeed's ZeRO, 0 under any other strategy."
+        return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
+
+    def _check_zero(self) -> None:
+        if not self.zero_stage:
+            for name in ("offload", "deepspeed_config"):
+                if getattr(self, name) not in (None, "none"):
+                    raise ValueError(f"{name}={getattr(self, name)!r} is for zero1 to zero3, not for strategy={self.strategy!r}; use strategy='zero2'")
+            return
+        if self.offload == "all" and self.zero_stage < 3:
+            raise ValueError(f"offload='all' moves parameters, which {self.strategy} keeps whole on every GPU; use strategy='zero3', or offload='optimizer'")
+        if self.optimizer == "adamw_8bit":
+            raise ValueError(f"optimizer='adamw_8bit' keeps its state in blocks that {self.strategy} cannot cut; use optimizer='adamw', or strategy='ddp'")
+        if self.zero_stage == 3 and (self.tuning in ("qlora", "lora8bit") or self.quantization in ("4bit", "8bit")):
+            raise ValueError(
+                "zero3 cuts weights into flat pieces and casts them, which packed 4-bit and 8-bit weights do not survive; use strategy='fsdp' with "
+                "tuning='qlora', strategy='ddp', or tuning='lora' with quantization='none'"
+            )
+        if self.zero_stage == 3 and self.compile:
+            raise ValueError("compile=True does not see the hooks with which zero3 gathers weights; use compile=False, or strategy='fsdp'")
 
     def _check_evaluation(self) -> None:
         for name in ("eval_every", "patience", "keep_best", "eval_end_idx"):

@@ -62,6 +62,7 @@ def evaluate_texts(strategy: Single, texts: TokenizedTexts, batch_size: int, num
             total += losses.sum(dtype=torch.float64).item()
             if predicted and len(share):
                 np.add.at(confusion, (texts.labels[share], predicted[0].cpu().numpy()), 1)
-    total, *counts = world.sum(total, *confusion.ravel())
+    gathered = strategy.gather_for_metrics(torch.tensor([[total, *confusion.ravel()]], dtype=torch.float64, device=world.device))
+    total, *counts = gathered.sum(0).tolist()
     found = {"loss": total / max(1, int(texts.targets.sum()))}
     return {**found, **scores(np.reshape(counts, confusion.shape))} if num_labels else found

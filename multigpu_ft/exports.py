@@ -98,9 +98,13 @@ def _origin(run_dir: RunDir, cfg: RunConfig, model: nn.Module) -> dict[str, Any]
 
 
 def _full_weights(strategy: Single) -> dict[str, torch.Tensor]:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    return get_model_state_dict(strategy.unwrap_model(), options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    "One tensor after the other is put together, and kept by rank 0 alone. A collective."
+    weights = {}
+    for name, tensor in strategy.kept().items():
+        put_together = whole(tensor)
+        if strategy.world.is_main:
+            weights[name] = put_together.cpu()
+    return weights
 
 
 def _write_whole(folder: Path, strategy: Single, tokenizer: PreTrainedTokenizerBase, weights: dict[str, torch.Tensor], check: dict[str, Any]) -> Path:

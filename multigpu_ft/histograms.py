@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .boards import Histogram
-from .checkpoints import sharded_over
-from .strategies import Single, local_part
+from .strategies import Single, part_of
 
 # %% ../nbs/05d_histograms.ipynb #4b8554b7
 _BINS = 64
@@ -31,19 +30,20 @@ def _counts(values: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
 def histograms(strategy: Single) -> dict[str, Histogram]:
     """Histograms of `gradients/NAME` and `parameters/NAME` of all that is trained, after gradients are clipped and before the optimizer's step. A collective.
 
-    Returns them on the main rank, nothing on others. A tensor with values that are not finite has none.
+    Returns them on the main rank, nothing on others. A tensor with values that are not finite has none. Under ZeRO there are none of gradients, which DeepSpeed
+    has used up by then, and those of parameters are after the step.
     """
-    named = {name: p for name, p in strategy.unwrap_model().named_parameters() if p.requires_grad}
-    tensors = {f"gradients/{name}": p.grad for name, p in named.items() if p.grad is not None} | {f"parameters/{name}": p.detach() for name, p in named.items()}
-    spread = {name: sharded_over(tensor) is not None for name, tensor in tensors.items()}
+    named, state = {name: p for name, p in strategy.unwrap_model().named_parameters() if p.requires_grad}, strategy.state_parts()[0]
+    parts = {f"gradients/{name}": part_of(p.grad) for name, p in named.items() if p.grad is not None}
+    parts |= {f"parameters/{name}": state.get(f"model/{name}") for name in named}
+    spread = {name: part is None or part.spread for name, part in parts.items()}  # of which a rank has nothing, others have some
     main, together = strategy.world.is_main, any(spread.values())
     if not main and not together:
         return {}
     device = strategy.world.device
-    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
-    mine = {name: part for name, part in parts.items() if part.numel() and (main or spread[name])}
-    extremes = torch.full((len(tensors), 2), -torch.inf, device=device)  # the lowest with its sign turned, so that one maximum finds both
-    for row, name in enumerate(tensors):
+    mine = {name: part.values for name, part in parts.items() if part and part.values.numel() and (main or spread[name])}
+    extremes = torch.full((len(parts), 2), -torch.inf, device=device)  # the lowest with its sign turned, so that one maximum finds both
+    for row, name in enumerate(parts):
         if name in mine:
             low, high = torch.aminmax(mine[name])
             extremes[row] = torch.stack([-low, high]).float()
@@ -55,10 +55,10 @@ def histograms(strategy: Single) -> dict[str, Histogram]:
     share = torch.arange(_BINS + 1, device=device) / _BINS
     edges = low[:, None] + (high - low)[:, None] * share
     edges[:, -1] = high
-    counted = torch.zeros(len(tensors), _BINS + 2, dtype=torch.float64, device=device)
-    for row, name in enumerate(tensors):
+    counted = torch.zeros(len(parts), _BINS + 2, dtype=torch.float64, device=device)
+    for row, name in enumerate(parts):
         if name in mine:
-            values = mine[name]
+            values = mine[name].to(device)  # ZeRO may have it in host memory
             counted[row, :_BINS] = _counts(values, edges[row])
             counted[row, _BINS] = values.sum(dtype=torch.float64)
             counted[row, _BINS + 1] = torch.linalg.vector_norm(values.float(), dtype=torch.float64).square()
@@ -69,5 +69,5 @@ def histograms(strategy: Single) -> dict[str, Histogram]:
     edges, counted = edges.cpu().numpy(), counted.cpu().numpy()
     return {
         name: Histogram(edges[row], counted[row, :_BINS].astype(np.int64), float(counted[row, _BINS]), float(counted[row, _BINS + 1]))
-        for row, name in enumerate(tensors) if np.isfinite(edges[row]).all() and np.isfinite(counted[row]).all()
+        for row, name in enumerate(parts) if np.isfinite(edges[row]).all() and np.isfinite(counted[row]).all()
     }

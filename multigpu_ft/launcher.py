@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from .calls import call, start_agent
+from .calls import call, run_script, start_agent, visible_gpus
 from .config import CheckpointError, ConfigError, RunConfig
 from .data import count_rows
 from .estimates import plan_memory
@@ -33,6 +33,7 @@ from .machine import default_run_root, for_this_machine, session_end, use_secret
 from .panel import LiveLine, Panel, Place, age, has_viewer, progress_line, react_to_widgets, say
 from .processes import is_running, is_stopped
 from .rundir import FINAL_STATES, LIVE_STATES, PLAN_FILE, RunDir, write_json
+from .zero_config import with_zero_config
 
 # %% ../nbs/10_launcher.ipynb #fa6c0408
 def recipe(name: str = "train.ipynb") -> Path:
@@ -325,32 +326,42 @@ class Run:
 
 # %% ../nbs/10_launcher.ipynb #e383e580
 def launch(
-    what: RunConfig | Callable[..., Any], *args: Any,
+    what: RunConfig | Callable[..., Any] | str | Path, *args: Any,
     nproc: int | None = None, wait: bool = True, detach: bool = False, panel: bool | Place | None = None, force: bool = False,
 ) -> Any:
-    """Start a run, or a function on several ranks.
+    """Start a run, or a function or a script on several ranks.
 
     With a `RunConfig`: on all GPUs, or 2 processes without one. Shows its progress until it has ended, and returns the `Run`; with `wait=False` at once.
     `detach=True` lets it outlive this kernel (`Run.attach` finds it again). `panel` as in `Run.show`. On GPUs the memory it takes is estimated first: what
     cannot fit is refused with a `ConfigError` that says what would, unless `force=True`. Raises `DataError` or `CheckpointError` for what else can be checked
     at once; waiting raises as `Run.wait` does.
 
-    With a function: `function(*args)` on `nproc` ranks, see `calls.call`; returns what rank 0 returns.
+    With a function: `function(*args)` on `nproc` ranks, see `calls.call`; returns what rank 0 returns. With a script's path: what `python script args` does, on
+    each of them.
     """
     if isinstance(what, RunConfig):
         if args or nproc is not None:
             raise ConfigError("arguments and nproc= belong to a function; a run's settings are in its RunConfig: launch(cfg.replace(nproc=2)).")
         return _launch_run(what, wait, detach, panel, force)
-    if not callable(what):
-        raise ConfigError(f"launch takes a RunConfig or a function, not a {type(what).__name__}; RunConfig(...) or RunConfig.preset(name) makes one.")
+    if not callable(what) and not isinstance(what, str | Path):
+        raise ConfigError(
+            f"launch takes a RunConfig or a function, not a {type(what).__name__}; RunConfig(...) or RunConfig.preset(name) makes one. "
+            "A script is named by its path."
+        )
     if detach or not wait:
-        raise ConfigError("a function is waited for, since its result is handed back; only a RunConfig can be launched with wait=False or detach=True.")
-    return call(what, args, nproc)
+        kind = "function" if callable(what) else "script"
+        raise ConfigError(f"a {kind} is waited for; only a RunConfig can be launched with wait=False or detach=True.")
+    if callable(what):
+        return call(what, args, nproc)
+    if not Path(what).is_file():
+        raise ConfigError(f"there is no script {str(what)!r} here, in {os.getcwd()}; launch takes the path of a Python file, a RunConfig or a function.")
+    return call(run_script, (str(what), *args), nproc)
 
 
 def _launch_run(cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | None, force: bool) -> Run:
     use_secrets()
     cfg = for_this_machine(cfg)
+    cfg = with_zero_config(cfg, (cfg.nproc or visible_gpus() or 2) if cfg.deepspeed_config else None)
     num_rows = count_rows(cfg)
     end_idx = cfg.slice_end(num_rows) if num_rows is not None else None
     sweep(Path(cfg.run_root))

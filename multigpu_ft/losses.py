@@ -87,6 +87,11 @@ def chunked_cross_entropy(
     Chunks have the size that is right for a `kind` of device, that of `hidden` unless it is named.
     """
     kind = kind or hidden.device.type
+    if type(head) is nn.Linear and torch.is_autocast_enabled(kind):  # which would cast the weight for each chunk anew, and know nothing of the fp16 gain
+        half = torch.get_autocast_dtype(kind)
+        bias = None if head.bias is None else head.bias.to(half)
+        with torch.autocast(kind, enabled=False):
+            return _ChunkedCrossEntropy.apply(hidden.to(half), head.weight.to(half), bias, targets, scale, torch.is_grad_enabled(), kind)
     if type(head) is nn.Linear:
         return _ChunkedCrossEntropy.apply(hidden.to(head.weight.dtype), head.weight, head.bias, targets, scale, torch.is_grad_enabled(), kind)
     rows = _chunk_rows(kind, getattr(head, "out_features", 2**16))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PLAIN_CHAT', 'load_tokenizer', 'model_class', 'load_config', 'order_labels', 'load_shell', 'head_modules',
-           'choose_quantization', 'packed_layers', 'count_weights', 'frozen_bytes', 'to_evaluation_mode', 'load_model',
-           'transformer_blocks', 'checkpoint_activations', 'checkpoint_every']
+           'choose_quantization', 'packed_layers', 'elements', 'count_weights', 'frozen_bytes', 'to_evaluation_mode',
+           'load_model', 'transformer_blocks', 'checkpoint_activations', 'checkpoint_every']
 
 # %% ../nbs/02_models.ipynb #a2641547
 import importlib.util
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_model
 from torch import nn
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig, OPTConfig, PretrainedConfig,
@@ -172,8 +173,8 @@ def choose_quantization(cfg: RunConfig, world_size: int, device: torch.device) -
             return "none", f"{world_size} GPUs"
         if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (7, 5):
             return "none", "a GPU older than LLM.int8 needs"
-        if missing or cfg.compile or cfg.strategy == "fsdp":
-            return "none", f"{missing} is not installed" if missing else "as compile or fsdp need it"
+        if missing or cfg.compile or cfg.strategy == "fsdp" or cfg.zero_stage:
+            return "none", f"{missing} is not installed" if missing else "as compile, fsdp or zero need it"
         return "8bit", "one GPU"
     if wanted != "none" and missing:
         raise ConfigError(f"weights in {wanted} need {missing}: pip install 'multigpu_ft[quantization]', or tuning='lora' with quantization='none'.")
@@ -194,10 +195,15 @@ def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module).__module__.startswith("bitsandbytes.")}
 
 
+def elements(p: nn.Parameter) -> int:
+    "Elements of `p`, also while it is in shards under ZeRO-3, when it looks empty."
+    return getattr(p, "ds_numel", p.numel())
+
+
 def count_weights(model: nn.Module) -> list[tuple[nn.Parameter, int]]:
     "Each parameter of `model` with the number of weights in it, which of packed ones is more than its elements."
     packed = {id(layer.weight): layer.in_features * layer.out_features for layer in packed_layers(model).values()}
-    return [(p, packed.get(id(p), p.numel())) for p in model.parameters()]
+    return [(p, packed.get(id(p), elements(p))) for p in model.parameters()]
 
 
 _PACKED_BYTES = {"8bit": 1.1, "4bit": 0.6}  # a weight, with scales
@@ -237,7 +243,8 @@ def load_model(
     try:
         if cfg.model == BUILTIN_MODEL:
             with tempfile.TemporaryDirectory() as folder:  # bitsandbytes quantizes what it loads
-                model_class(cfg).from_config(shell.config).save_pretrained(folder)
+                shell.config.save_pretrained(folder)
+                save_model(model_class(cfg).from_config(shell.config), f"{folder}/model.safetensors", {"format": "pt"})  # save_pretrained is for rank 0
                 return model_class(cfg).from_pretrained(folder, **settings).train()
         return model_class(cfg).from_pretrained(cfg.model, revision=cfg.revision, **settings).train()
     except RuntimeError as error:
@@ -257,7 +264,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     blocks = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if not blocks:
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(block) for block in m}) == 1]
-        blocks = list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=[]))
+        blocks = list(max(lists, key=lambda blocks: sum(map(elements, blocks.parameters())), default=[]))
     if not blocks:
         raise ModelError(
             f"{type(model).__name__} neither names its transformer blocks (_no_split_modules) nor has a list of them, so fsdp and half precision "

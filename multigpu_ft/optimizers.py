@@ -18,7 +18,8 @@ from .config import ConfigError, RunConfig
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     "The trainable parameters of `model` in two groups: matrices and embeddings with `weight_decay`, vectors without."
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [(weight_decay, [p for p in trained if p.ndim > 1]), (0.0, [p for p in trained if p.ndim <= 1])]
+    dimensions = {p: len(getattr(p, "ds_shape", p.shape)) for p in trained}  # under ZeRO-3 a parameter is a line already
+    groups = [(weight_decay, [p for p in trained if dimensions[p] > 1]), (0.0, [p for p in trained if dimensions[p] <= 1])]
     return [{"params": params, "weight_decay": decay} for decay, params in groups if params]
 
 

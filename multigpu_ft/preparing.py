@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .adapters import add_adapter, count_parameters
+from .choosing import make_strategy
 from .config import RunConfig
 from .evaluating import evaluating, to_device
 from .exports import take_foreign
@@ -27,7 +28,7 @@ from multigpu_ft.models import (
     checkpoint_activations, checkpoint_every, choose_quantization, frozen_bytes, load_model, load_shell, transformer_blocks,
 )
 from .optimizers import make_optimizer
-from .strategies import Single, World, compute_dtype, make_strategy
+from .strategies import Single, World, compute_dtype
 from .tokens import TokenizedTexts
 
 # %% ../nbs/04c_preparing.ipynb #3064eb94

@@ -21,9 +21,9 @@ import json
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AutoConfig
@@ -51,7 +50,8 @@ from .loading import make_4bit
 from .memory import MemoryTracker, read_peaks, reserved_bytes
 from .models import choose_quantization, count_weights, head_modules, load_shell, load_tokenizer, packed_layers, transformer_blocks
 from .preparing import put_under, with_loss
-from .strategies import DDP, FSDP, Single, World
+from .simulated_strategies import STRATEGIES, SimulatedWorld
+from .strategies import Single
 from .tokens import Text
 from .tracking import Stopwatch
 from .training import train_step
@@ -117,131 +117,6 @@ def _local_model(cfg: RunConfig, blocks: int | None) -> Iterator[tuple[RunConfig
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         yield cfg.replace(model=folder, revision=None), own
-
-# %% ../nbs/09e_simulation.ipynb #b16a4fbd
-@dataclass(frozen=True)
-class _World(World):
-    "Rank 0 among ranks that are not there, and all know the same."
-
-    def sum(self, *values: float) -> list[float]:
-        return [value * self.size for value in values]
-
-    def gather(self, *values: float) -> list[list[float]]:
-        return [list(values)] * self.size
-
-    def max(self, value: float) -> float:
-        return value
-
-
-def _restore_scales(layer: nn.Module, _: Any) -> None:
-    "A 4-bit layer looks for its scales at its weight, where FSDP does not keep them, and neither does a fake one."
-    layer.weight.quant_state = layer.quant_state
-
-
-def _device_memory(layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    "What is on the device instead of a tensor on the `meta` device."
-    if type(layer).__name__ == "Linear4bit" and name == "weight":
-        from bitsandbytes.functional import quantize_4bit
-
-        whole = torch.empty(layer.out_features, layer.in_features, dtype=layer.compute_dtype)
-        packed, layer.quant_state = quantize_4bit(whole, compress_statistics=True, quant_type="nf4", quant_storage=layer.quant_storage)
-        layer.register_forward_pre_hook(_restore_scales)
-        return nn.Parameter(packed, requires_grad=False)
-    if type(layer).__name__ == "Linear8bitLt" and name == "weight":
-        weight = nn.Parameter(torch.empty(tensor.shape, dtype=torch.int8), requires_grad=False)
-        weight.CB = weight.SCB = None
-        layer.state.CB, layer.state.SCB = weight.data, torch.empty(tensor.shape[0])
-        return weight
-    new = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-
-
-class _Simulated:
-    "To be mixed into a strategy."
-
-    tracker: MemoryTracker
-    free: float  # bytes of the GPU before the first tensor
-
-    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], streamed: bool = False) -> tuple[nn.Module, Any]:
-        def make(prepared: nn.Module) -> Any:
-            with _disable_current_modes():  # its tables for 8 bit have values
-                return make_optimizer(prepared)
-
-        return super().prepare(model, make, streamed)
-
-    def _make_mesh(self) -> Any:
-        with _disable_current_modes():  # it reads ranks from tensors
-            return super()._make_mesh()
-
-    def _place(self, unit: nn.Module, leave: set[nn.Module]) -> list[torch.Tensor]:
-        known: dict[int, torch.Tensor] = {}
-        waiting = [unit]
-        while waiting:
-            module = waiting.pop(0)
-            waiting += [child for child in module.children() if child not in leave]
-            for kind in (module._parameters, module._buffers):
-                for name, tensor in kind.items():
-                    if tensor is not None:
-                        if id(tensor) not in known:
-                            known[id(tensor)] = _device_memory(module, name, tensor)
-                        kind[name] = known[id(tensor)]
-        return []
-
-    def _packed_outputs(self, unit: nn.Module) -> dict[str, torch.Tensor]:
-        return {}
-
-    def _free_bytes(self) -> float:
-        return self.free - self.tracker.bytes
-
-    def forward(self, **inputs: Any) -> Any:
-        self.tracker.now = "activations"
-        try:
-            return super().forward(**inputs)
-        finally:
-            self.tracker.now = "temporary"
-
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
-        parameters = list(self.model.parameters())
-        self.tracker.claim((p.grad for p in parameters if p.grad is not None), "gradients")
-
-    def step(self) -> None:
-        self.tracker.now = "optimizer"
-        super().step()
-        self.tracker.now = "temporary"
-
-
-class _Single(_Simulated, Single):
-    pass
-
-
-class _FSDP(_Simulated, FSDP):
-    pass
-
-
-class _DDP(_Simulated, DDP):
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        wrapped = super()._wrap(model)
-
-        def hand_back(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            self.tracker.claim([bucket.buffer()], "gradients")
-            self.reduced += bucket.buffer().numel() * bucket.buffer().element_size()
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(bucket.buffer())
-            return done
-
-        self.reduced = 0
-        wrapped.register_comm_hook(None, hand_back)
-        return wrapped
-
-    def renew(self) -> None:
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            model, self._place = self.model.module, lambda unit, leave: []
-            self.model = None  # its buckets go before new ones come
-            self.model = self._wrap(model)
-
-
-_STRATEGIES = {"single": _Single, "ddp": _DDP, "fsdp": _FSDP}
 
 # %% ../nbs/09e_simulation.ipynb #accca719
 _ON_GPU = "sdpa_on_gpu"
@@ -381,7 +256,7 @@ def simulate(cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None, kin
 
 
 def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEnv | None) -> dict[str, Any]:
-    world = _World(0, 0, gpus, torch.device("cpu"))
+    world = SimulatedWorld(0, 0, gpus, torch.device("cpu"))
     quantization, quantization_reason = choose_quantization(cfg, gpus, torch.device(kind))
     dtype = torch.float32 if cfg.tuning == "full" else {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
     shell = _shell(cfg, dtype, quantization)
@@ -393,7 +268,8 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
     classifier = cfg.task == "classification"
     packing = "padded" if classifier else "packed" if cfg.packing == "auto" and cfg.attn_implementation != "flash_attention_2" else cfg.packing
     clock = _Clock(gpu, gpus)
-    tracker = MemoryTracker(clock if gpu.flops else None, short_masks=kind == "cuda", reduced="gradients" if cfg.strategy == "ddp" else "unsharded")
+    reduced = "gradients" if cfg.strategy in ("ddp", "accelerate") else "unsharded"
+    tracker = MemoryTracker(clock if gpu.flops else None, short_masks=kind == "cuda", reduced=reduced)
     if kind == "cuda":
         _use_attention_on_gpu(shell, gpu)
     if quantization == "4bit":
@@ -404,7 +280,7 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env))
         stack.enter_context(tracker)
-        strategy = _STRATEGIES[cfg.strategy](cfg, world)
+        strategy = STRATEGIES[cfg.strategy](cfg, world)
         strategy.tracker, strategy.free = tracker, (gpu.memory_mib - gpu.context_mib(gpus)) * 2**20
         tracker.begin("load")
         every = put_under(cfg, strategy, loss_model, streamed=True)
@@ -443,14 +319,16 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
         tracker.look_again()
     parameters = list(strategy.model.parameters())
     trainable, total = sum(p.numel() for p in parameters if p.requires_grad), sum(count for _, count in count_weights(strategy.model))
-    seconds = clock.seconds * cfg.accum_steps / micro_batches if gpu.flops else None
+    known = gpu.flops and cfg.offload == "none"  # how fast a host is, is not
+    seconds = clock.seconds * cfg.accum_steps / micro_batches if known else None
+    offloaded = (16 * trainable if cfg.offload != "none" else 0) + (strategy.dtype.itemsize * total if cfg.offload == "all" else 0)
     saved, export = checkpoint_bytes(cfg, strategy), export_bytes(cfg, strategy)
     processes = (_PROCESS_GIB * gpus + _NOTEBOOK_GIB) * 2**30
     return {
         "peaks": [asdict(peak) for peak in read_peaks(tracker)], "reserved": reserved_bytes(tracker, strategy.free),
         "host": {
-            "load": processes + loading * (1 if streamed else gpus),
-            "save": processes + saved + (4 * total if cfg.tuning == "full" else 4 * trainable + 4 * total * cfg.merge_adapter),
+            "load": processes + offloaded + loading * (1 if streamed else gpus),
+            "save": processes + offloaded + saved + (4 * total if cfg.tuning == "full" else 4 * trainable + 4 * total * cfg.merge_adapter),
         },
         "disk": {"checkpoint": saved, "export": export},
         "seconds": seconds, "computing": clock.computing, "communicating": clock.communicating,

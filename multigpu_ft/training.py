@@ -425,7 +425,7 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
         training = Training(run_dir, stop)
         outcome = training.run()
         dist.barrier()
-        dist.destroy_process_group()
+        training.strategy.end_training()
         training.finish(outcome)
     except BaseException as error:
         rank = int(os.environ.get("RANK", 0))

@@ -11,18 +11,21 @@ import sys
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from multigpu_ft import RunConfig
 from multigpu_ft.batches import Epoch, Order, collate, epoch_steps
+from multigpu_ft.choosing import make_strategy
 from multigpu_ft.losses import LossModel
 from multigpu_ft.optimizers import make_optimizer
-from multigpu_ft.strategies import World, join_world, make_strategy
+from multigpu_ft.strategies import World, join_world
 from multigpu_ft.tokens import tokenize_texts
 from multigpu_ft.tracking import Stopwatch
 from multigpu_ft.training import train_step
 
 STEPS, MAX_LENGTH, VOCABULARY = 20, 64, 512
+LINEAR = torch.nn.functional.linear
 ARCHITECTURES = {
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0, "attention_dropout": 0.0},
     "llama": {"intermediate_size": 128, "num_key_value_heads": 2, "tie_word_embeddings": False},
@@ -38,6 +41,10 @@ SPLITS = [  # each a way to share 8 rows
     ("fsdp", {"batch_size": 4, "sharding": "full_shard"}),
     ("fsdp", {"batch_size": 2, "accum_steps": 2, "sharding": "full_shard", "communication": "micro_batch"}),
     ("fsdp", {"batch_size": 1, "accum_steps": 4, "sharding": "shard_grad_op"}),
+    ("accelerate", {"batch_size": 2, "accum_steps": 2}),
+    ("zero1", {"batch_size": 2, "accum_steps": 2}),
+    ("zero2", {"batch_size": 1, "accum_steps": 4}),
+    ("zero3", {"batch_size": 2, "accum_steps": 2}),
 ]
 
 
@@ -67,6 +74,9 @@ def config(strategy, **settings):
 
 
 def start(model, cfg, world):
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one, and here it has several strategies, one after the other
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    torch.nn.functional.linear = LINEAR  # ZeRO-3 puts its own in this place
     strategy, _ = make_strategy(cfg, world, 0)
     strategy.prepare(LossModel(copy.deepcopy(model)), lambda m: make_optimizer(cfg, m))
     return strategy
@@ -99,8 +109,8 @@ def fingerprint(strategy):
     "Of this rank's parameters, to the bit."
     digest = hashlib.sha256()
     for parameter in strategy.model.parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        digest.update(local.detach().numpy().tobytes())
+        local = parameter.to_local() if hasattr(parameter, "to_local") else getattr(parameter, "ds_tensor", parameter)
+        digest.update(local.detach().clone().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -110,14 +120,17 @@ def everybodys(value):
     return values
 
 
-def planted_infinity(model, texts, world, strategy, dtype):
+def planted_infinity(model, texts, world, way, dtype):
     "Before and after a step whose gradient is infinite on rank 1 alone: parameters, scale, count of skipped steps."
-    cfg = config(strategy, batch_size=2, dtype=dtype)
+    strategy, _, offload = way.partition(" ")
+    cfg = config(strategy, batch_size=2, dtype=dtype, offload="optimizer" if offload else "none")
     strategy, stream = start(model, cfg, world), steps(texts, cfg, "packed", world)
     before = fingerprint(strategy)
     batch = {k: torch.from_numpy(v) for k, v in next(stream).micro_batches[0].items()}
-    strategy.backward(strategy.forward(**batch, scale=strategy.loss_scale.value / 100)[0])
-    if world.rank == 1:
+    with strategy.accumulate(last=True):
+        loss = strategy.forward(**batch, scale=strategy.loss_scale.value / 100)[0]
+        strategy.backward(loss * float("inf") if world.rank == 1 and cfg.zero_stage else loss)  # DeepSpeed keeps its gradients to itself
+    if world.rank == 1 and not cfg.zero_stage:
         gradient = next(strategy.model.parameters()).grad
         (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float("inf")
     norm = strategy.clip_grad_norm(1.0)
@@ -150,9 +163,12 @@ def alone_and_together(model, texts):
 
 
 def main():
+    sys.path.insert(0, "bench")
+    from zero import kept_bytes
+
     torch.set_num_threads(1)
     world = join_world(RunConfig(strategy="ddp"))
-    texts, report = slice_of(400), {"curves": {}, "texts": {}, "infinity": {}, "bits": {}, "uneven": {}}
+    texts, report = slice_of(400), {"curves": {}, "texts": {}, "infinity": {}, "bits": {}, "uneven": {}, "bytes": {}}
     models = {name: build(name) for name in ARCHITECTURES}
     for name, model in models.items():
         report["texts"][name] = alone_and_together(model, slice_of(24, seed=1))
@@ -161,17 +177,25 @@ def main():
             labels = [f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}" for strategy, settings in SPLITS]
             report["curves"] |= {label: deviation(points, curves[0]) for label, points in zip(labels[1:], curves[1:], strict=True)}
     few = slice_of(3, seed=2)  # on the last step rank 1 has no targets at all
-    uneven = [curve(models["llama"], few, "padded", world, s, {"batch_size": 1, "accum_steps": a}) for s, a in (("single", 2), ("ddp", 1), ("fsdp", 1))]
-    report["uneven"] = {s: deviation(points, uneven[0]) for s, points in zip(("ddp", "fsdp"), uneven[1:], strict=True)}
-    for strategy in ("ddp", "fsdp"):
-        for dtype in ("fp32", "bf16", "fp16"):
-            report["infinity"][f"{strategy} {dtype}"] = planted_infinity(models["opt"], texts, world, strategy, dtype)
+    reference = curve(models["llama"], few, "padded", world, "single", {"batch_size": 1, "accum_steps": 2})
+    for name in ("ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"):
+        report["uneven"][name] = deviation(curve(models["llama"], few, "padded", world, name, {"batch_size": 1}), reference)
+    for way in ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero1 offload", "zero2 offload", "zero3 offload"):
+        for dtype in ("fp16",) if "offload" in way else ("fp32", "bf16", "fp16"):
+            report["infinity"][f"{way} {dtype}"] = planted_infinity(models["opt"], texts, world, way, dtype)
     for dtype in ("fp32", "bf16", "fp16"):
         cfg = config("ddp", batch_size=2, dtype=dtype)
         strategy, stream = start(models["opt"], cfg, world), steps(texts, cfg, "bucketed", world)
         for _ in range(50):
             train_step(strategy, next(stream), 1e-3, 1.0, Stopwatch(world.device))
         report["bits"][dtype] = everybodys(fingerprint(strategy))
+    for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3"):
+        cfg = config(strategy, batch_size=2, communication="micro_batch")
+        begun, stream = start(models["opt-gelu"], cfg, world), steps(texts, cfg, "packed", world)
+        train_step(begun, next(stream), 1e-3, 1.0, Stopwatch(world.device))
+        pair = next(stream), next(stream)
+        kept = kept_bytes(begun, [step.micro_batches[0] for step in pair], sum(step.targets for step in pair))
+        report["bytes"][strategy] = {kind: size / sum(p.numel() for p in models["opt-gelu"].parameters()) for kind, size in kept.items()}
     if world.is_main:
         with open(sys.argv[1], "w") as file:
             json.dump(report, file, indent=1)

@@ -103,11 +103,13 @@ def serve():
     import multigpu_ft.training  # noqa: F401
 
     torch.set_num_threads(1)
+    ready, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints when it is imported
     tqdm.set_lock(threading.RLock())  # its own is a semaphore that forks share: killed with it in hand, a rank would stop all ranks after it
     AutoModelForCausalLM.from_pretrained(sys.argv[2])
     AutoTokenizer.from_pretrained(sys.argv[2])
     for name in sys.argv[3:]:
         importlib.import_module(name)
+    sys.stdout = ready
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -268,21 +270,21 @@ WAYS = [
 class Kills:
     "SIGKILL of a random rank, or of the agent, at a random moment; then resume, to the end."
 
-    def __init__(self, folder, server):
-        self.folder, self.server, self.expected, self.seconds = folder, server, {}, {}
-        for number, way in enumerate(WAYS):
+    def __init__(self, folder, server, material=None, ways=WAYS):
+        self.folder, self.server, self.material, self.ways, self.expected, self.seconds = folder, server, material or folder, ways, {}, {}
+        for number, way in enumerate(ways):
             root = folder / f"undisturbed{number}"
             begun = time.monotonic()
-            self.expected[number] = outcome(root, [server.finish(config(folder, root, **way))])
+            self.expected[number] = outcome(root, [server.finish(config(self.material, root, **way))])
             self.seconds[number] = time.monotonic() - begun
             assert_exact(self.expected[number], self.expected[number])
 
-    def trial(self, seed):
+    def trial(self, seed, number=None):
         "One run to its end, whatever happens to it on the way. Returns what was killed and when."
         rng = random.Random(seed)
-        number = rng.randrange(len(WAYS))
+        number = rng.randrange(len(self.ways)) if number is None else number
         root = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"kill{seed}-"))
-        cfg, runs, kills = config(self.folder, root, **WAYS[number]), [], []
+        cfg, runs, kills = config(self.material, root, **self.ways[number]), [], []
         more = 1 + (rng.random() < 0.3)
         for attempt in range(10):
             run_dir, agent = self.server.start(cfg)
@@ -297,16 +299,16 @@ class Kills:
         try:
             assert_exact(outcome(root, runs), self.expected[number])
         except AssertionError as error:
-            raise AssertionError(f"seed {seed}, {WAYS[number]}, killed {kills}, in {root}: {error}") from None
+            raise AssertionError(f"seed {seed}, {self.ways[number]}, killed {kills}, in {root}: {error}") from None
         shutil.rmtree(root)
         return kills
 
-    def stop_trial(self, seed):
+    def stop_trial(self, seed, number=None):
         "One run that is asked to stop at a random step, and then goes on. Returns how it was asked, and the seconds until all was saved and gone."
         rng = random.Random(seed)
-        number = rng.randrange(len(WAYS))
+        number = rng.randrange(len(self.ways)) if number is None else number
         root = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"stop{seed}-"))
-        cfg = config(self.folder, root, save_every=None, **WAYS[number])
+        cfg = config(self.material, root, save_every=None, **self.ways[number])
         run_dir, agent = self.server.start(cfg)
         step, lines = rng.randint(1, 12), run_dir.path / "metrics.jsonl"
         while not gone(agent) and (not lines.exists() or lines.read_text().count("\n") < step):

@@ -1,4 +1,5 @@
 """The numbers: however work is shared, packed, chunked or interrupted by infinities, they are those of the plain way."""
+import itertools
 import json
 import os
 import subprocess
@@ -35,7 +36,7 @@ def test_one_curve_for_all_ways_to_share_a_step(ranks, name):
     """20 steps of 8 rows: loss and gradient norm within 1e-5 of one process's. OPT's ReLU has a kink: an activation that rounding moves across it switches
     its gradient on or off, so there the norm is held to 5e-4, and the same model with a smooth activation to 1e-5."""
     curves = {way: worst for way, worst in ranks["curves"].items() if way.startswith(f"{name} ")}
-    assert len(curves) == (18 if name == "qwen3" else 6)
+    assert len(curves) == (30 if name == "qwen3" else 10)
     for way, (loss, norm) in curves.items():
         assert loss < 1e-5 and norm < (5e-4 if name == "opt" else 1e-5), (way, loss, norm)
 
@@ -49,8 +50,10 @@ def test_a_text_has_the_same_losses_in_any_company(ranks, name):
     assert set(ranks["texts"][name]) == {"packed", "bucketed", "padded"} and max(ranks["texts"][name].values()) < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("strategy, dtype", [
+    *itertools.product(("ddp", "fsdp", "zero1", "zero2", "zero3"), ("fp32", "bf16", "fp16")),
+    ("zero1 offload", "fp16"), ("zero2 offload", "fp16"), ("zero3 offload", "fp16"),
+])
 def test_an_infinity_on_one_rank_is_skipped_on_both(ranks, strategy, dtype):
     for rank in ranks["infinity"][f"{strategy} {dtype}"]:
         assert rank == {
@@ -61,6 +64,17 @@ def test_an_infinity_on_one_rank_is_skipped_on_both(ranks, strategy, dtype):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_ddp_ranks_hold_the_same_bits_after_50_steps(ranks, dtype):
     assert len(set(ranks["bits"][dtype])) == 1
+
+
+def test_zero_halves_what_it_says_on_two_ranks(ranks):
+    "Bytes an element. (What is not cut are biases and norms, a hundredth of this model.)"
+    bytes_of = ranks["bytes"]
+    assert bytes_of["ddp"] == {"parameters": 4, "fp32 copies": 0, "gradients": 4, "moments": 8}
+    for strategy in ("zero1", "zero2", "zero3"):
+        kept = bytes_of[strategy]
+        assert kept["moments"] == pytest.approx(4, rel=0.01) and kept["fp32 copies"] == pytest.approx(2, rel=0.01), (strategy, kept)
+        assert kept["gradients"] >= 4 if strategy == "zero1" else kept["gradients"] == pytest.approx(2, rel=0.05), (strategy, kept)
+        assert kept["parameters"] == (pytest.approx(2, rel=0.05) if strategy == "zero3" else 4), (strategy, kept)
 
 
 def deaf(forward):

@@ -133,12 +133,13 @@ from multigpu_ft import RunDir
 folder, material = Path(sys.argv[1]), Path(sys.argv[2])
 import os, torch, torch.distributed as dist
 from multigpu_ft.checkpoints import CheckpointWriter, load_checkpoint
+from multigpu_ft.choosing import make_strategy
 from multigpu_ft.losses import LossModel
 from multigpu_ft.models import load_model, load_tokenizer
 from multigpu_ft.optimizers import make_optimizer
 from multigpu_ft.progress import Progress
 from multigpu_ft.rundir import PARTIAL
-from multigpu_ft.strategies import World, make_strategy
+from multigpu_ft.strategies import World
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 world, cfg = World(0, 0, 1, torch.device("cpu")), faults.config(material, folder / "runs", strategy="single", nproc=1)

@@ -80,7 +80,7 @@ def test_an_input_is_of_its_fields_type_and_bounds():
     assert {name: type(f.inputs[name]) for name in types} == types
     sliders = {field.name: (type(field.slider), field.slider.min, field.slider.max) for field in f._fields if field.slider}
     assert sliders == {"lora_dropout": (w.FloatSlider, 0, 0.9), "weight_decay": (w.FloatSlider, 0, 1)}
-    assert f.inputs["strategy"].options == tuple((s, s) for s in ("auto", "single", "ddp", "fsdp"))
+    assert f.inputs["strategy"].options == tuple((s, s) for s in ("auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"))
     assert f.inputs["activation_checkpointing"].options == ("auto", "none", "full")
     assert f.inputs["end_idx"].placeholder == "empty: start_idx + slice_size or the end of the data" and "1 to 1024" in note(f, "lora_r")
 

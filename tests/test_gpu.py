@@ -24,10 +24,13 @@ def test_launch_leaves_cuda_alone(kernel, run_root):
     assert k.run("print(run.status['device'])").strip() == "cuda"
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("dtype", ["auto", "fp16", "bf16", "fp32"])
 def test_trains_saves_and_goes_on(run_root, strategy, dtype):
     import torch
+
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
 
     from multigpu_ft import RunConfig, launch
 
@@ -51,11 +54,12 @@ def test_a_step_never_waits_for_the_gpu(tmp_path, packing, strategy, dtype):
 import torch
 from multigpu_ft import RunConfig
 from multigpu_ft.batches import Order, epoch_steps
+from multigpu_ft.choosing import make_strategy
 from multigpu_ft.data import load_texts
 from multigpu_ft.losses import LossModel
 from multigpu_ft.models import load_model, load_tokenizer
 from multigpu_ft.optimizers import make_optimizer
-from multigpu_ft.strategies import join_world, make_strategy
+from multigpu_ft.strategies import join_world
 from multigpu_ft.tokens import tokenize_texts
 from multigpu_ft.tracking import Stopwatch
 from multigpu_ft.training import train_step

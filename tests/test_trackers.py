@@ -288,11 +288,12 @@ def counted_on_each_rank(strategy_name):
     import torch.distributed as dist
 
     from multigpu_ft.batches import collate
+    from multigpu_ft.choosing import make_strategy
     from multigpu_ft.histograms import histograms
     from multigpu_ft.losses import LossModel
     from multigpu_ft.models import load_model, load_tokenizer
     from multigpu_ft.optimizers import make_optimizer
-    from multigpu_ft.strategies import World, make_strategy
+    from multigpu_ft.strategies import World
     from multigpu_ft.tokens import Text
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,0 +1,76 @@
+"""Our step as a run makes it, on ranks that a comparison has started, and what the other side of the comparison needs: its batches, and taking turns."""
+import copy
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+
+from multigpu_ft.batches import Order, epoch_steps
+from multigpu_ft.choosing import make_strategy
+from multigpu_ft.config import RunConfig
+from multigpu_ft.data import load_texts
+from multigpu_ft.losses import LossModel
+from multigpu_ft.models import load_model, load_tokenizer
+from multigpu_ft.optimizers import make_optimizer
+from multigpu_ft.rundir import RunDir
+from multigpu_ft.strategies import join_world
+from multigpu_ft.tokens import tokenize_texts
+from multigpu_ft.tracking import Interval, Stopwatch, Tracker
+from multigpu_ft.training import train_step
+
+
+class Ours:
+    "A run of `prepare`'s `folder` under `settings`; `base` is the same model once more, for the other side."
+
+    def __init__(self, folder, **settings):
+        self.cfg = cfg = RunConfig(
+            model=folder, dataset=f"{folder}/texts.jsonl", batch_size=2, run_root=tempfile.mkdtemp(), learning_rate=1e-4, **settings
+        )
+        self.world, tokenizer = join_world(cfg), load_tokenizer(cfg)
+        self._texts = tokenize_texts(load_texts(cfg).texts, tokenizer, cfg.max_length)
+        self._order = Order.of(cfg, "bucketed", len(self._texts), self.world.size)
+        self._tracker, self._watch = Tracker(RunDir.create(cfg), self.world.is_main), Stopwatch(self.world.device)
+        self.base = load_model(cfg, tokenizer)
+        self.strategy, _ = make_strategy(cfg, self.world, 0)
+        self.strategy.prepare(LossModel(copy.deepcopy(self.base)), lambda prepared: make_optimizer(cfg, prepared))
+        self.stream, self.tokens = self._steps(), []
+
+    def _steps(self):
+        return epoch_steps(self._texts, self._order, self.cfg, 1, 0, self.world.rank, self.world.size)
+
+    def step(self):
+        "All that a run does for a step: cut and deal the rows, train, agree on stopping, sum the loss over the ranks, log a line, keep the heartbeat."
+        interval, step = Interval(self.strategy), next(self.stream)
+        loss, norm = train_step(self.strategy, step, 1e-4, 1.0, self._watch)
+        interval.add(step, loss)
+        self.world.sum(False)
+        measured = interval.measure(self._watch, 0.0)
+        self._tracker.log({**measured, "grad_norm": norm.item(), "time": time.time()})
+        self._tracker.heartbeat(loss=measured["loss"])
+        self.tokens.append(step.targets)
+        return measured["loss"]
+
+    def batches(self):
+        "The same rows as token ids and labels, all of the epoch."
+        found = []
+        for step in self._steps():
+            batch = {name: torch.from_numpy(array) for name, array in step.micro_batches[0].items()}
+            labels = torch.full_like(batch["input_ids"], -100)
+            labels.view(-1)[batch["predictors"] + 1] = batch["targets"]
+            found.append((batch["input_ids"], labels))
+        return found
+
+
+def take_turns(ways, steps, tolerance):
+    "Each of `ways` makes `steps` steps, the first one in turn; returns their seconds. Losses may differ by `tolerance` of the loss."
+    seconds = {way: [] for way in ways}
+    for number in range(steps):
+        losses = []
+        for way in ways if number % 2 else ways[::-1]:
+            dist.barrier()
+            started = time.perf_counter()
+            losses.append(way())
+            seconds[way].append(time.perf_counter() - started)
+        assert abs(losses[0] - losses[-1]) < tolerance * losses[0], losses
+    return seconds
