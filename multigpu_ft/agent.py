@@ -8,7 +8,7 @@ __all__ = ['root_cause', 'Watchdog', 'smaller_micro_batch', 'process_count', 'ma
 # %% ../nbs/06a_agent.ipynb #70be143b
 from .config import RunConfig
 from .machine import keep_outputs, outputs_folder
-from .processes import AGENT_PID_VARIABLE, IDLE, is_running, is_stopped, read_beat, read_error, watch_parent
+from .processes import AGENT_PID_VARIABLE, IDLE, LEFT, is_running, is_stopped, read_beat, read_error, watch_parent
 from .rundir import GENERATION_FILE, STOPPED_EXIT_CODE, RunDir, write_json
 
 _ORPHAN_GRACE_S = 4.0
@@ -145,7 +145,7 @@ class Watchdog(threading.Thread):
         seen, since, failed_since = None, time.monotonic(), None
         while not self._over.wait(_LOOK_EVERY_S):
             now, beats = time.monotonic(), [read_beat(self._run_dir.beat_file(rank)) for rank in range(self._nproc)]
-            if beats != seen or None in beats or (all(phase == IDLE for _, _, phase in beats) and not self._stopped()):
+            if beats != seen or None in beats or (all(phase in (IDLE, LEFT) for _, _, phase in beats) and not self._stopped()):
                 seen, since = beats, now
             elif now - since >= self._timeout_s:
                 self.failure = self._hang(beats)

@@ -12,14 +12,17 @@ import signal
 import sys
 
 from .config import RunConfig, hide_secrets
-from .processes import IDLE, Beat, StopSignal, end_with_agent, is_running, write_error
+from .processes import IDLE, LEFT, Beat, StopSignal, end_with_agent, is_running, read_beat, write_error
 from .rundir import RunDir
 
 
 def _hopeless(run_dir: RunDir) -> bool:
-    "Whether a rank that is asked to stop has nothing to finish: training has not begun, or a peer is gone."
+    "Whether a rank that is asked to stop has nothing to finish: training has not begun, or a peer is gone before it did its part."
     status = run_dir.status()
-    return status["state"] == "starting" or any(run_dir.path.glob("errors/*.json")) or not all(map(is_running, status["pids"]["ranks"]))
+    if status["state"] == "starting" or any(run_dir.path.glob("errors/*.json")):
+        return True
+    missing = [rank for rank, pid in enumerate(status["pids"]["ranks"]) if not is_running(pid)]
+    return any((read_beat(run_dir.beat_file(rank)) or ("",))[-1] != LEFT for rank in missing)
 
 
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
@@ -427,6 +430,7 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
         dist.barrier()
         training.strategy.end_training()
         training.finish(outcome)
+        training.beat(LEFT)
     except BaseException as error:
         rank = int(os.environ.get("RANK", 0))
         write_error(Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.error_file(rank)), error)

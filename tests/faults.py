@@ -93,6 +93,14 @@ def guarded(run, run_dir, rank):
     return watched
 
 
+def delayed(finish, seconds):
+    "`Training.finish` of a rank that has to wait for the disk, or for an upload, before it writes how the run ended."
+    def late(training, outcome):
+        time.sleep(seconds)
+        finish(training, outcome)
+    return late
+
+
 def serve():
     "Read one JSON request a line from standard input, fork an agent with its ranks for each, and answer with its process id."
     import torch
@@ -158,6 +166,8 @@ def be_rank(run_dir, rank, nproc, agent, store):
     training.dist.init_process_group("gloo", store=training.dist.FileStore(store, nproc), rank=rank, world_size=nproc)
     training.epoch_steps = traced(training.epoch_steps, run_dir, rank)
     training.Training.run = guarded(training.Training.run, run_dir, rank)
+    if rank == 0:
+        training.Training.finish = delayed(training.Training.finish, float(os.environ.get("DELAY_S", 0)))
     training.main(RunDir(run_dir), stop)
 
 
@@ -303,13 +313,14 @@ class Kills:
         shutil.rmtree(root)
         return kills
 
-    def stop_trial(self, seed, number=None):
-        "One run that is asked to stop at a random step, and then goes on. Returns how it was asked, and the seconds until all was saved and gone."
+    def stop_trial(self, seed, number=None, delay_s=0.0):
+        """One run that is asked to stop at a random step, and then goes on. Returns how it was asked, and the seconds until all was saved and gone.
+        Rank 0 writes how the run ended `delay_s` seconds after the other ranks have left."""
         rng = random.Random(seed)
         number = rng.randrange(len(self.ways)) if number is None else number
         root = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"stop{seed}-"))
         cfg = config(self.material, root, save_every=None, **self.ways[number])
-        run_dir, agent = self.server.start(cfg)
+        run_dir, agent = self.server.start(cfg, DELAY_S=str(delay_s))
         step, lines = rng.randint(1, 12), run_dir.path / "metrics.jsonl"
         while not gone(agent) and (not lines.exists() or lines.read_text().count("\n") < step):
             time.sleep(0.001)
@@ -323,7 +334,7 @@ class Kills:
         wait_for_end(run_dir, agent)
         took = time.monotonic() - asked
         state = run_dir.status()["state"]
-        assert state in ("stopped", "done"), run_dir.log_file(0).read_text()[-3000:]
+        assert state in ("stopped", "done"), f"seed {seed}, {kind}: {run_dir.status()} {run_dir.log_file(0).read_text()[-3000:]}"
         runs = [run_dir, self.server.finish(cfg)]
         assert runs[1].status().get("first_step", 1) == run_dir.status()["step"] + 1, "a step was lost"
         assert_exact(outcome(root, runs), self.expected[number])

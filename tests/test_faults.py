@@ -43,6 +43,12 @@ def test_stopped_at_any_moment_it_loses_no_step(kills):
     assert sum(state == "stopped" for _, state, _ in asked) >= 6, "most were stopped before they were done"
 
 
+def test_a_rank_that_has_left_in_order_is_no_reason_to_give_up(kills):
+    "Once all is saved, rank 0 alone writes how the run ended, however long that takes: an upload, or a machine with other work."
+    kind, state, _ = kills.stop_trial(7, delay_s=1.0)
+    assert (kind, state) == ("SIGTERM to all", "stopped")
+
+
 def test_other_ranks_strategies_and_micro_batches_see_each_text_once(material, server):
     reshapes = faults.Reshapes(material, server)
     for seed in range(20):
