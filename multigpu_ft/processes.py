@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AGENT_PID_VARIABLE', 'IDLE', 'LEFT', 'end_with', 'end_with_agent', 'is_running', 'watch_parent', 'StopSignal',
-           'write_error', 'read_error', 'Beat', 'read_beat', 'is_stopped']
+           'write_error', 'read_error', 'Beat', 'read_beat', 'has_left', 'is_stopped']
 
 # %% ../nbs/00a_processes.ipynb #07734942
 import ctypes
@@ -130,6 +130,11 @@ def read_beat(path: Path) -> tuple[int, int, str] | None:
     except (FileNotFoundError, ValueError):
         return None
     return int(count), int(step), phase
+
+
+def has_left(path: Path) -> bool:
+    "Whether the last beat of a rank says that it has done its part."
+    return (read_beat(path) or ("",))[-1] == LEFT
 
 
 def is_stopped(pid: int) -> bool:

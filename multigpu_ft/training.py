@@ -12,17 +12,15 @@ import signal
 import sys
 
 from .config import RunConfig, hide_secrets
-from .processes import IDLE, LEFT, Beat, StopSignal, end_with_agent, is_running, read_beat, write_error
+from .processes import IDLE, LEFT, Beat, StopSignal, end_with_agent, has_left, is_running, write_error
 from .rundir import RunDir
 
 
 def _hopeless(run_dir: RunDir) -> bool:
     "Whether a rank that is asked to stop has nothing to finish: training has not begun, or a peer is gone before it did its part."
     status = run_dir.status()
-    if status["state"] == "starting" or any(run_dir.path.glob("errors/*.json")):
-        return True
-    missing = [rank for rank, pid in enumerate(status["pids"]["ranks"]) if not is_running(pid)]
-    return any((read_beat(run_dir.beat_file(rank)) or ("",))[-1] != LEFT for rank in missing)
+    begun = status["state"] != "starting" and not any(run_dir.path.glob("errors/*.json"))
+    return not (begun and all(is_running(pid) or has_left(run_dir.beat_file(rank)) for rank, pid in enumerate(status["pids"]["ranks"])))
 
 
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
@@ -187,9 +185,8 @@ class Training:
         self.tracker.status(
             state="running", strategy=self.strategy.name, dtype=str(self.strategy.dtype).removeprefix("torch."), packing=packing, **about, **origin,
             world_size=self.world.size, device=self.world.device.type, slice=[self.slice.start_idx, self.slice.end_idx],
-            num_rows=self.slice.num_rows, texts=len(self.texts), dropped=self.slice.dropped,
-            best=self.evaluations.best, exported_checkpoint=None,
-            rows_a_step=self.order.rows_a_step, checkpoint_bytes=checkpoint_bytes(self.cfg, self.strategy),
+            num_rows=self.slice.num_rows, texts=len(self.texts), dropped=self.slice.dropped, best=self.evaluations.best, exported_checkpoint=None,
+            rows_a_step=self.order.rows_a_step, checkpoint_bytes=save_bytes,
             step=self.progress.step, slice_step=self.progress.slice_step, total_steps=self.total_steps, epoch=self.progress.epoch,
         )
         self.trackers = Trackers.open(run_dir, self.cfg, self.progress, checkpoint) if self.world.is_main else Trackers()

@@ -92,14 +92,21 @@ class ZeRO(Accelerated):
         self.window = self.stage == 1  # the others reduce gradients in every micro-batch
 
     def _set_up(self) -> None:
-        if self.world.device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for a GPU
-            from deepspeed.ops import __compatible_ops__
-
-            # its table of what it may compile: this would take half a minute before the first collective, and needs a compiler, where gloo does as well
-            __compatible_ops__["deepspeed_shm_comm"] = False
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # that torch 2.13 renamed collectives is no news for a user
+        if self.world.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for a GPU
+            from deepspeed.accelerator import set_accelerator
+            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+            from deepspeed.ops import __compatible_ops__
+
+            class Host(CPU_Accelerator):
+                def is_fp16_supported(self) -> bool:
+                    return True  # without instructions for it, which most processors do not have, torch computes in it as well, only slower
+
+            set_accelerator(Host())
+            # its table of what it may compile: this would take half a minute before the first collective, and needs a compiler, where gloo does as well
+            __compatible_ops__["deepspeed_shm_comm"] = False
 
     def _connect(self, model: nn.Module) -> None:
         from accelerate import Accelerator, DeepSpeedPlugin, PartialState
