@@ -53,7 +53,7 @@ from .preparing import put_under, with_loss
 from .simulated_strategies import STRATEGIES, SimulatedWorld
 from .strategies import Single
 from .tokens import Text
-from .tracking import Stopwatch
+from .tracking import Stopwatch, flops_per_token
 from .training import train_step
 
 # %% ../nbs/09e_simulation.ipynb #040467af
@@ -256,7 +256,7 @@ def simulate(cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None, kin
 
 
 def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEnv | None) -> dict[str, Any]:
-    world = SimulatedWorld(0, 0, gpus, torch.device("cpu"))
+    world = SimulatedWorld(0, 0, gpus, torch.device("cpu"), cfg.nnodes)
     quantization, quantization_reason = choose_quantization(cfg, gpus, torch.device(kind))
     dtype = torch.float32 if cfg.tuning == "full" else {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
     shell = _shell(cfg, dtype, quantization)
@@ -319,22 +319,25 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
         tracker.look_again()
     parameters = list(strategy.model.parameters())
     trainable, total = sum(p.numel() for p in parameters if p.requires_grad), sum(count for _, count in count_weights(strategy.model))
-    known = gpu.flops and cfg.offload == "none"  # how fast a host is, is not
+    blocks = transformer_blocks(strategy.unwrap_model())
+    in_blocks = sum(count for block in blocks for _, count in count_weights(block))
+    known = gpu.flops and cfg.offload == "none" and cfg.nnodes == 1  # how fast a host is, or a network, is not
     seconds = clock.seconds * cfg.accum_steps / micro_batches if known else None
     offloaded = (16 * trainable if cfg.offload != "none" else 0) + (strategy.dtype.itemsize * total if cfg.offload == "all" else 0)
     saved, export = checkpoint_bytes(cfg, strategy), export_bytes(cfg, strategy)
-    processes = (_PROCESS_GIB * gpus + _NOTEBOOK_GIB) * 2**30
+    processes = (_PROCESS_GIB * world.local_size + _NOTEBOOK_GIB) * 2**30
     return {
         "peaks": [asdict(peak) for peak in read_peaks(tracker)], "reserved": reserved_bytes(tracker, strategy.free),
         "host": {
-            "load": processes + offloaded + loading * (1 if streamed else gpus),
+            "load": processes + offloaded + loading * (1 if streamed else world.local_size),
             "save": processes + offloaded + saved + (4 * total if cfg.tuning == "full" else 4 * trainable + 4 * total * cfg.merge_adapter),
         },
         "disk": {"checkpoint": saved, "export": export},
         "seconds": seconds, "computing": clock.computing, "communicating": clock.communicating,
         "tokens": cfg.batch_size * cfg.max_length * cfg.accum_steps * gpus, "strategy": cfg.strategy, "quantization": quantization,
         "quantization_reason": quantization_reason, "communication": "window" if strategy.window else "micro_batch", "dtype": cfg.dtype, "packing": packing,
-        "every": every, "blocks": len(transformer_blocks(strategy.unwrap_model())), "trainable": trainable, "parameters": total,
+        "every": every, "blocks": len(blocks), "trainable": trainable, "parameters": total, "parameters_in_blocks": in_blocks,
+        "flops_per_token": flops_per_token(strategy.unwrap_model(), cfg.max_length),
     }
 
 
