@@ -83,11 +83,13 @@ def session_end() -> float | None:
 
 # %% ../nbs/00c_machine.ipynb #ad89ab8d
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
-_ASKED = "MULTIGPU_FT_SECRETS_ASKED_BY"
+_ASKED, _FOLDER = "MULTIGPU_FT_SECRETS_ASKED_BY", "MULTIGPU_FT_SECRETS_DIR"
 
 
 def _stored_secret(name: str) -> str | None:
-    "The secret from Kaggle's or Colab's store. Raises whatever the store raises if it has none or does not answer."
+    "The secret from the mounted folder, or Kaggle's or Colab's store. Raises whatever the store raises if it has none or does not answer."
+    if folder := os.environ.get(_FOLDER):
+        return (Path(folder) / name).read_text()
     here = platform()
     if here == "kaggle":
         from kaggle_secrets import UserSecretsClient
@@ -101,7 +103,7 @@ def _stored_secret(name: str) -> str | None:
 
 
 def secret(name: str) -> str | None:
-    "The environment variable `name`, else the secret of that name in Kaggle's or Colab's store, else `None`."
+    "The environment variable `name`, else the secret of that name in the mounted folder, or in Kaggle's or Colab's store, else `None`."
     try:
         return _clean(os.environ.get(name) or _stored_secret(name))
     except Exception:  # each store has errors of its own, and all mean that there is none to be had
