@@ -24,7 +24,10 @@ setup(
     packages=[cfg["lib_path"]],
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={name: cfg[f"{name}_requirements"].split() for name in ("dev", "quantization", "deepspeed", "tracking", "vllm", "bench")},
+    extras_require={
+        name: cfg[f"{name}_requirements"].split()
+        for name in ("dev", "quantization", "deepspeed", "tracking", "vllm", "kubernetes", "sagemaker", "skypilot", "bench")
+    },
     entry_points={"console_scripts": cfg["console_scripts"].split()},
     classifiers=[
         "Development Status :: 3 - Alpha",

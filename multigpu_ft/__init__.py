@@ -8,7 +8,8 @@ _HOMES = {
     "CheckpointError": "config", "launch": "launcher", "Run": "launcher", "runs": "launcher", "RunFailed": "failures", "run_slices": "slices",
     "Slices": "slices", "load_export": "exports", "form": "widgets", "doctor": "checkup", "evaluate": "evaluation", "Evaluation": "reports",
     "model_card": "cards", "sync": "syncing", "estimate": "estimates", "Estimate": "estimates",
-    "generate": "answers", "Answers": "answers",
+    "generate": "answers", "Answers": "answers", "deploy_kubernetes": "kubernetes_job", "deploy_sagemaker": "sagemaker_job",
+    "deploy_skypilot": "skypilot_task", "communication": "traffic",
 }
 __all__ = list(_HOMES)
 

@@ -66,14 +66,14 @@ def _prepare(path: Path, function: Callable[..., Any], args: tuple[Any, ...], np
     return run_dir
 
 
-def start_agent(run_dir: RunDir) -> subprocess.Popen:
-    "Start torchrun's agent for a run or a call, in a session of its own: an interrupt of the kernel is not for it."
+def start_agent(run_dir: RunDir, module: str = "multigpu_ft.agent", *words: str) -> subprocess.Popen:
+    "Start torchrun's agent for a run or a call, or what starts it, in a session of its own: an interrupt of the kernel is not for it."
     own, places = str(Path(sys.modules["multigpu_ft"].__file__).parents[1]), os.environ.get("PYTHONPATH", "")
     if "site-packages" not in own:  # it need not be installed
         places = os.pathsep.join(filter(None, [own, places]))
     with open(run_dir.log_file("agent"), "w") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "multigpu_ft.agent", str(run_dir.path)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            [sys.executable, "-m", module, *words, str(run_dir.main.path)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True, env={**os.environ, "PYTHONPATH": places},
         )
 

@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from .config import CheckpointError, RunConfig
+from .disks import Disks
 from .lineage import PROGRESS_FILE, commit, damaged, digest, flush, kept_checkpoints, read_progress, retire, size, verify_checkpoint
 from .models import count_weights, elements
 from .progress import Progress
@@ -55,14 +56,16 @@ def _set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> N
         torch.cuda.set_rng_state(state["cuda"], device)
 
 # %% ../nbs/04_checkpoints.ipynb #4c260e45
-def _share(parts: dict[str, Part], world: World) -> dict[str, Part]:
-    "The parts that this rank writes."
-    load, mine = [0] * world.size, {}
+def _share(parts: dict[str, Part], rank: int, writers: int) -> dict[str, Part]:
+    "The parts that `rank` writes, if what all ranks have is shared out over the first `writers`."
+    load, mine = [0] * writers, {}
     for name, part in parts.items():
+        if part.copy:
+            continue
         if not part.spread:
             writer = load.index(min(load))
             load[writer] += part.values.numel() * part.values.element_size()
-            if writer != world.rank:
+            if writer != rank:
                 continue
         if part.values.numel():
             mine[name] = part
@@ -95,17 +98,23 @@ class Save:
 class CheckpointWriter:
     "Writes the checkpoints of `run_dir`, one at a time. Every method but `finished` is a collective."
 
-    def __init__(self, run_dir: RunDir, cfg: RunConfig, strategy: Single, stored: dict[str, Any]) -> None:
+    def __init__(self, run_dir: RunDir, cfg: RunConfig, strategy: Single, stored: dict[str, Any], disks: Disks | None = None) -> None:
         self._run_dir, self._cfg, self._strategy, self._world, self._fingerprint = run_dir, cfg, strategy, strategy.world, stored
+        self._disks = disks or Disks(run_dir, strategy.world)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))  # its threads wait for the slowest disk
         self._staged: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._number = 0
-        if self._world.is_main:
+        if self._cleans_up:
             for partial in (run_dir.path / "checkpoints").glob(f"*{PARTIAL}"):  # of this run before it was started again
                 shutil.rmtree(partial)
         dist.barrier()
+
+    @property
+    def _cleans_up(self) -> bool:
+        "Whether this rank is the one that deletes what is left half-written on its disk."
+        return self._world.is_main if self._disks.shared else self._world.local_rank == 0
 
     def start(self, progress: Progress, end_of_epoch: bool) -> None:
         "Begin to save where training stands. Waits for a save before it. What comes of it, `finished` tells."
@@ -116,7 +125,7 @@ class CheckpointWriter:
         # after a skipped step all that this rank has is looked at, not only what it writes: parameters may be no numbers on one rank alone
         skipped = int(self._strategy.skipped_in_a_row)
         spoiled = skipped and not all(_is_finite(part.values) for name, part in parts.items() if name.startswith("model/"))
-        pieces = _share(parts, self._world)
+        pieces = _share(parts, self._world.rank, self._disks.writers())
         pieces |= {f"random/{self._world.rank}/{name}": Part(t, 0, list(t.shape)) for name, t in _random_state(self._world.device).items()}
         told = {
             **asdict(progress), "loss_scale": self._strategy.loss_scale.state_dict(), "world_size": self._world.size, "numbers": numbers,
@@ -125,7 +134,7 @@ class CheckpointWriter:
         self._save, self._number = Save(progress.name(self._cfg.model, end_of_epoch), progress.step), self._number + 1
         partial = self._run_dir.path / "checkpoints" / f"{self._save.name}.{self._number}{PARTIAL}"
         needed = sum(p.values.numel() * p.values.element_size() for p in pieces.values())
-        ahead = self._world.max(float(needed > psutil.virtual_memory().available / 2 / self._world.size and not self._staged)) == 0
+        ahead = self._world.max(float(needed > psutil.virtual_memory().available / 2 / self._world.local_size and not self._staged)) == 0
         if ahead:
             pieces = self._stage(pieces)
         self._thread = threading.Thread(target=self._write, args=(self._save, partial, pieces, told, begun, spoiled), name="checkpoint", daemon=True)
@@ -167,12 +176,14 @@ class CheckpointWriter:
             written = self._everybodys(self._or_error(self._make_room, save) if self._world.is_main else None)
             if not any(isinstance(w, Exception) for w in written):
                 written = self._everybodys(self._or_error(self._write_share, save, partial, pieces, spoiled))
+            if not self._disks.shared and not any(isinstance(w, Exception) for w in written):
+                written = self._everybodys(self._or_error(self._gather, save, partial, written))
             if not any(isinstance(w, Exception) for w in written):
                 written = self._everybodys(self._or_error(self._commit, save, partial, told, dict(written)) if self._world.is_main else None)
             save.error = next((w for w in written if isinstance(w, Exception)), None)
             if not save.error:
                 save.path, save.deleted = written[0]
-            elif self._world.is_main:
+            if self._cleans_up:
                 shutil.rmtree(partial, ignore_errors=True)
         except Exception as error:  # a peer is gone; its end is the run's
             save.error = error
@@ -203,7 +214,7 @@ class CheckpointWriter:
                 f"parameters are no longer finite at step {save.step}, so no checkpoint was made of them; "
                 "lower learning_rate, or use dtype='fp32' or 'bf16'. Earlier checkpoints are intact."
             )
-        partial.mkdir(exist_ok=True)
+        partial.mkdir(parents=True, exist_ok=True)
         path = partial / f"rank{self._world.rank}.safetensors"
         # whole rows are written as rows, and told by their number; anything else as a line of elements
         as_rows = {name: part.values.ndim == len(part.shape) for name, part in pieces.items()}
@@ -212,6 +223,15 @@ class CheckpointWriter:
         path.chmod(0o644)
         flush(path)
         return path.name, digest(path)
+
+    def _gather(self, save: Save, partial: Path, written: list[tuple[str, dict[str, Any]]]) -> tuple[str, dict[str, Any]]:
+        "Bring what other nodes wrote to rank 0's disk, each file by a rank there. Returns this rank's own entry, if that is what arrived."
+        self._disks.gather(partial, {rank: (name, about["bytes"]) for rank, (name, about) in enumerate(written)}, self._group)
+        for name, about in written[self._world.rank :: self._world.local_size] if self._disks.keeps else []:
+            flush(partial / name)
+            if digest(partial / name) != about:
+                raise OSError(0, f"{name} arrived damaged on node 0")
+        return written[self._world.rank]
 
     def _make_room(self, save: Save) -> None:
         "Before the first byte: what the budget asks to go first, and whether the rest has room."
@@ -251,9 +271,9 @@ def export_bytes(cfg: RunConfig, strategy: Single) -> int:
     return adapter + (cfg.tuning == "full" or cfg.merge_adapter) * sum(count for _, count in count_weights(strategy.model)) * strategy.dtype.itemsize
 
 
-def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | None) -> int:
+def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | None, keeps: bool = True) -> int:
     """How many checkpoints disk and budget hold at once, next to the export. `origin`, the one the run goes on from, is one of them until there is a newer one.
-    A collective.
+    A node that does not keep them (`keeps`) has to have room for its own part of one only. A collective.
 
     Raises `CheckpointError` with the sizes if there is no room for a new one.
     """
@@ -264,7 +284,9 @@ def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | N
     room, limit = free - export, f"{run_dir.path} has {free / 2**30:.1f} GiB free"
     if cfg.disk_budget_gb and cfg.disk_budget_gb * 1e9 - held < room:
         room, limit = cfg.disk_budget_gb * 1e9 - held, f"disk_budget_gb={cfg.disk_budget_gb:g} already holds {held / 2**30:.1f} GiB"
-    more = int(-strategy.world.max(-(room // each)))
+    world = strategy.world
+    fits = room // each if keeps else math.inf if free >= each / world.nodes else 0
+    more, held = int(-world.max(-fits)), world.from_main(held)
     if more < 1:
         raise CheckpointError(
             f"a checkpoint needs {each / 2**30:.1f} GiB and the export {export / 2**30:.1f} GiB, but {limit}: "
@@ -320,11 +342,11 @@ class _Pieces:
             values.copy_(flat.view(values.shape))
 
 
-def find_damage(checkpoint: Path, world: World) -> str | None:
-    "What is wrong with a checkpoint, if anything; ranks share the reading. A collective."
+def find_damage(checkpoint: Path, world: World, shared: bool = True) -> str | None:
+    "What is wrong with a checkpoint, if anything; ranks share the reading, those of each node if it is not one `shared` copy. A collective."
     problem = None
     try:
-        verify_checkpoint(checkpoint, world.rank, world.size)
+        verify_checkpoint(checkpoint, *((world.rank, world.size) if shared else (world.local_rank, world.local_size)))
     except CheckpointError as error:
         problem = str(error)
     problems: list[str | None] = [None] * world.size
@@ -332,14 +354,15 @@ def find_damage(checkpoint: Path, world: World) -> str | None:
     return next((p for p in problems if p), None)
 
 
-def load_checkpoint(checkpoint: Path, strategy: Single, scope: str = "all", verify: bool = True) -> Progress:
+def load_checkpoint(checkpoint: Path, strategy: Single, scope: str = "all", verify: bool = True, shared: bool = True) -> Progress:
     """Restore into `strategy` what `CheckpointWriter` saved to `checkpoint`; of `scope` "weights" only the model. Returns its progress. A collective.
 
-    Random numbers come back only on as many ranks as they were saved on. Without `verify`, `find_damage` must have found nothing just before.
+    Random numbers come back only on as many ranks as they were saved on. Without `verify`, `find_damage`, which is told whether it is one `shared` copy,
+    must have found nothing just before.
     Raises `CheckpointError` if the checkpoint is damaged or of another model.
     """
     world = strategy.world
-    if verify and (problem := find_damage(checkpoint, world)):
+    if verify and (problem := find_damage(checkpoint, world, shared)):
         raise CheckpointError(damaged(checkpoint, CheckpointError(problem)))
     saved = read_progress(checkpoint)
     loss_scale, world_size, numbers, _ = (saved.pop(name) for name in ("loss_scale", "world_size", "numbers", "trained"))

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 # %% auto #0
 __all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'PRESETS', 'PRESET_NEEDS', 'ConfigError', 'DataError', 'ModelError',
-           'CheckpointError', 'refuse_secrets', 'hide_secrets', 'RunConfig', 'plain_values', 'did_you_mean']
+           'CheckpointError', 'NodesError', 'refuse_secrets', 'hide_secrets', 'RunConfig', 'plain_values',
+           'did_you_mean']
 
 # %% ../nbs/00_config.ipynb #74aa888d
 class ConfigError(ValueError):
@@ -31,6 +32,10 @@ class ModelError(ValueError):
 
 class CheckpointError(ValueError):
     "A checkpoint that is missing, damaged, or belongs to another model or dataset."
+
+
+class NodesError(ValueError):
+    "Machines of one run that do not find each other."
 
 # %% ../nbs/00_config.ipynb #d0bd5457
 _SECRET_NAME = re.compile(r"^(?!max_new_tokens$)(.*_)?(token|api_?key|access_key|secret|password|passwd|credentials?)s?(_|$)", re.I)
@@ -144,13 +149,18 @@ class RunConfig(BaseModel):
     strategy: Literal["auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"] = _field(
         "auto", "parallelism", "how GPUs share work; auto: single on one, ddp if it fits, else fsdp. accelerate: Accelerate's ddp; zero1 to zero3: DeepSpeed's"
     )
-    sharding: Literal["full_shard", "shard_grad_op"] = _field("full_shard", "parallelism", "what fsdp shards: all, or only gradients and optimizer state")
+    sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = _field(
+        "full_shard", "parallelism", "what fsdp shards: all; only gradients and optimizer state; or, hybrid, all inside each node, with a replica on every node"
+    )
     communication: Literal["auto", "window", "micro_batch"] = _field(
         "auto", "parallelism", "fsdp gathers parameters and reduces gradients once per accumulation window or per micro-batch; auto: window where memory allows"
     )
     deepspeed_config: str | None = _field(None, "parallelism", "DeepSpeed JSON, a file or its text, with further settings for zero1 to zero3; empty: none")
-    nproc: int | None = _field(None, "parallelism", "processes; empty: one per GPU, or 2 without a GPU", low=1, high=64)
+    nproc: int | None = _field(None, "parallelism", "processes on each node; empty: one per GPU, or 2 without a GPU", low=1, high=64)
+    nnodes: int = _field(1, "parallelism", "machines that train together; each is told its node_rank and rdzv, node 0's address", low=1, high=4096)
     timeout_s: int = _field(600, "parallelism", "longest wait for another rank in a collective (seconds)", low=5)
+    join_timeout_s: int = _field(600, "parallelism", "longest wait for another node at the beginning (seconds)", low=5)
+    max_restarts: int = _field(0, "parallelism", "times that ranks which failed are started again, from the newest checkpoint", low=0)
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "memory", "compute dtype; auto: bf16 from compute capability 8.0, else fp16, fp32 on a CPU")
     activation_checkpointing: Literal["auto", "none", "full"] | Annotated[int, Field(ge=2)] = _field(
@@ -215,6 +225,10 @@ class RunConfig(BaseModel):
     def _check_combinations(self) -> RunConfig:
         if self.strategy == "single" and (self.nproc or 1) > 1:
             raise ValueError(f"strategy='single' runs 1 process, nproc asks for {self.nproc}; use strategy='ddp' or 'fsdp', or nproc=1")
+        if self.strategy == "single" and self.nnodes > 1:
+            raise ValueError(f"strategy='single' runs 1 process, but nnodes={self.nnodes} machines are to train together; use strategy='ddp' or 'fsdp'")
+        if self.sharding == "hybrid_shard" and self.strategy not in ("auto", "fsdp"):
+            raise ValueError(f"sharding='hybrid_shard' is a way of fsdp, not of strategy={self.strategy!r}; use strategy='fsdp'")
         if self.run_name and not re.fullmatch(r"[\w.-]+", self.run_name):
             raise ValueError(f"run_name={self.run_name!r} may hold letters, digits, '.', '_' and '-' only, since it names a folder")
         if self.optimizer == "adamw_8bit" and self.strategy == "fsdp":

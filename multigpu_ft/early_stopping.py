@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .checkpoints import checkpoint_bytes, load_checkpoint
 from .config import CheckpointError, RunConfig
+from .disks import Disks
 from .evaluating import evaluate_texts
 from .lineage import kept_checkpoints
 from .progress import Progress
@@ -25,10 +26,11 @@ class Evaluations:
     "What a run that trains finds on held-out texts. Methods are collectives."
 
     def __init__(
-        self, cfg: RunConfig, run_dir: RunDir, strategy: Single, tracker: Tracker, progress: Progress, texts: TokenizedTexts | None, num_labels: int
+        self, cfg: RunConfig, run_dir: RunDir, disks: Disks, strategy: Single, tracker: Tracker, progress: Progress, texts: TokenizedTexts | None,
+        num_labels: int,
     ) -> None:
         self._cfg, self._run_dir, self._strategy, self._tracker, self._progress = cfg, run_dir, strategy, tracker, progress
-        self._texts, self._num_labels = texts, num_labels
+        self._disks, self._texts, self._num_labels = disks, texts, num_labels
         self.newest: dict[str, float] = {}
 
     @property
@@ -80,12 +82,15 @@ class Evaluations:
         if best["step"] == self._progress.step:
             return {}
         world, name = self._strategy.world, best.get("checkpoint")
-        places = [next((c for c in kept_checkpoints(self._run_dir) if c.name == name), None) if world.is_main else None]
-        dist.broadcast_object_list(places, src=0)
+        place = world.from_main(next((c for c in kept_checkpoints(self._run_dir) if c.name == name), None) if world.is_main else None)
         try:
-            if not places[0]:
+            if not place:
                 raise CheckpointError("it is not there any more" if name else "it could not be written")
-            load_checkpoint(places[0], self._strategy, "weights")
+            here = self._disks.fetch(place)
+            try:
+                load_checkpoint(here, self._strategy, "weights", shared=self._disks.shared)
+            finally:
+                self._disks.let_go(here)
         except CheckpointError as error:
             self._tracker.remark(f"the best checkpoint, of step {best['step']}, cannot be exported, so the last one is: {error}")
             return {}

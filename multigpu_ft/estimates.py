@@ -52,7 +52,10 @@ def _machine(cfg: RunConfig, gpus: int | None, gpu_memory_gib: str | float | Non
         raise ConfigError(f"gpus={gpus!r} is no number of GPUs; use a whole number from 1 on.")
     here = gpus_here() if gpu_memory_gib is None else []
     gpu = min(here, key=lambda g: g.memory_mib) if here else find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)
-    return gpu, gpus or cfg.nproc or (1 if cfg.strategy == "single" else len(here) or 2), bool(here)
+    count = gpus or (cfg.nproc or (1 if cfg.strategy == "single" else len(here) or 2)) * cfg.nnodes
+    if count % cfg.nnodes:
+        raise ConfigError(f"gpus={count} cannot be shared out evenly over nnodes={cfg.nnodes}; name a multiple.")
+    return gpu, count, bool(here)
 
 # %% ../nbs/09g_estimates.ipynb #5cb0c633
 _GIB = 2**30
@@ -262,7 +265,7 @@ def _host(here: bool) -> tuple[float, float, str]:
 
 # %% ../nbs/09g_estimates.ipynb #2f2fb760
 def estimate(cfg: RunConfig, gpus: int | None = None, gpu_memory_gib: str | float | None = None) -> Estimate:
-    """What `cfg` would take on `gpus` GPUs of a name such as `"T4"`, or of so many GiB: simulated, without a GPU and without weights.
+    """What `cfg` would take on `gpus` GPUs, of all nodes together, of a name such as `"T4"`, or of so many GiB: simulated, without a GPU and without weights.
 
     Left out, they are those of this machine, or two T4s if it has none. Raises `ConfigError` for a GPU that is not known, `ModelError` for a model whose shape
     is not, and `NoEstimate` if the model cannot be simulated."""

@@ -31,7 +31,7 @@ class NoEstimate(ValueError):
 
 _COUNTS = (
     "model", "revision", "attn_implementation", "tuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "quantization", "merge_adapter",
-    "task", "max_length", "packing", "batch_size", "accum_steps", "optimizer", "max_grad_norm", "strategy", "sharding", "communication", "dtype",
+    "task", "max_length", "packing", "batch_size", "accum_steps", "optimizer", "max_grad_norm", "strategy", "sharding", "nnodes", "communication", "dtype",
     "activation_checkpointing", "offload",
 )
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")

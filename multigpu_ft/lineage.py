@@ -338,7 +338,8 @@ def retire(run_dir: RunDir, keep: int, budget: float | None = None, coming: int 
 def sweep(root: Path) -> None:
     "Delete what dead runs under `root` left half-written."
     for partial in root.glob(f"*/checkpoints/*{PARTIAL}"):
-        if not is_alive(RunDir(partial.parents[1])):
+        run_dir = RunDir(partial.parents[1])
+        if not any(map(is_alive, [run_dir, *run_dir.nodes()])):
             shutil.rmtree(partial, ignore_errors=True)
 
 

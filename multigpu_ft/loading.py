@@ -105,11 +105,13 @@ def wait_for_rank_0() -> None:
 def _send_rows(data: torch.Tensor, rank: int, ranks: int) -> None:
     "From rank 0 to every other one its rows of `data`, as FSDP cuts them. Memory that is not written to is not taken."
     parts = torch.chunk(data, ranks)
-    for receiver in range(1, len(parts)):
+    for receiver in range(1, dist.get_world_size()):
+        if (part := receiver % ranks) >= len(parts):  # there are fewer rows than ranks
+            continue
         if rank == 0:
-            dist.send(parts[receiver].contiguous(), dst=receiver)
+            dist.send(parts[part].contiguous(), dst=receiver)
         elif rank == receiver:
-            dist.recv(parts[receiver], src=0)
+            dist.recv(parts[part], src=0)
 
 
 def let_go(tensors: list[torch.Tensor]) -> None:

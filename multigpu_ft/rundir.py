@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from typing import Any
 from .config import CheckpointError, ConfigError, RunConfig
 
 # %% auto #0
-__all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'GENERATION_FILE', 'HUB_FILE', 'LIVE_STATES', 'FINAL_STATES',
-           'STOPPED_EXIT_CODE', 'write_json', 'RunDir', 'commit_digest', 'read_commit', 'saved_at', 'short_name']
+__all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'FAILURE_FILE', 'BY_SIGNAL', 'GENERATION_FILE', 'HUB_FILE', 'LIVE_STATES',
+           'FINAL_STATES', 'STOPPED_EXIT_CODE', 'write_json', 'RunDir', 'commit_digest', 'read_commit', 'saved_at',
+           'short_name']
 
 # %% ../nbs/00_rundir.ipynb #bed5d367
 COMMIT_FILE, PARTIAL = "commit.json", ".partial"  # a checkpoint that is being written, or taken away, has a name that ends so
 PLAN_FILE = "estimate.json"
+FAILURE_FILE = "failure.json"  # of a node: why its agent's attempt failed
+BY_SIGNAL = "signal"  # why a run was asked to stop
 GENERATION_FILE = "generation.json"  # in the run directory of a generation
 HUB_FILE = "hub.json"  # what went to the Hub, or in a folder of checkpoints that came from there, where they are from
 LIVE_STATES = ("starting", "running", "stopping")
@@ -31,7 +35,7 @@ STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, not failed, to be
 
 def write_json(path: Path, value: Any) -> None:
     "Write `value` so that a reader sees the old file or the whole new one, never a part."
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # other machines may see this disk
     try:
         partial.write_text(json.dumps(value, indent=1))
         os.replace(partial, path)
@@ -51,7 +55,7 @@ class RunDir:
     @classmethod
     def create(cls, cfg: RunConfig, end_idx: int | None = None) -> RunDir:
         "A new directory under `cfg.run_root`, named after `run_name` or model and slice; a number is added if that is taken."
-        base = cfg.run_name or f"{short_name(cfg.model)}_{cfg.start_idx}-{end_idx if end_idx is not None else cfg.end_idx or 'end'}"
+        base = cls._base_name(cfg, end_idx)
         root = Path(cfg.run_root)
         root.mkdir(parents=True, exist_ok=True)
         number = 1
@@ -63,19 +67,54 @@ class RunDir:
             except FileExistsError:
                 number += 1
         run_dir = cls(root / name)
-        for folder in ("logs", "errors", "beats", "checkpoints", "export", "report"):
-            (run_dir.path / folder).mkdir()
-        write_json(run_dir.path / "config.json", {**cfg.model_dump(), "run_root": str(run_dir.path.parent), "run_name": name})
+        run_dir._make_folders()
+        run_dir.write_config(cfg)
         return run_dir
+
+    def write_config(self, cfg: RunConfig) -> None:
+        "Keep `cfg`, under the name and the place that it has here."
+        write_json(self.path / "config.json", {**cfg.model_dump(), "run_root": str(self.main.path.parent), "run_name": self.main.name})
+
+    @classmethod
+    def common(cls, cfg: RunConfig, end_idx: int | None = None) -> RunDir:
+        "As `create`, but of one name on all nodes, whether it is there already or not. Its config.json is node 0's to write."
+        run_dir = cls(Path(cfg.run_root) / cls._base_name(cfg, end_idx))
+        run_dir._make_folders()
+        return run_dir
+
+    @staticmethod
+    def _base_name(cfg: RunConfig, end_idx: int | None) -> str:
+        return cfg.run_name or f"{short_name(cfg.model)}_{cfg.start_idx}-{end_idx if end_idx is not None else cfg.end_idx or 'end'}"
+
+    def _make_folders(self, folders: tuple[str, ...] = ("logs", "errors", "beats", "checkpoints", "export", "report")) -> None:
+        for folder in folders:
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
+
+    def of_node(self, node_rank: int) -> RunDir:
+        "Where node `node_rank` keeps what is its own, status, metrics, logs, errors, beats: this directory for node 0, one inside of it for another."
+        if node_rank == 0:
+            return self
+        node = RunDir(self.path / "nodes" / f"node-{node_rank}")
+        node._make_folders(("logs", "errors", "beats"))
+        return node
+
+    def nodes(self) -> list[RunDir]:
+        "The parts of nodes other than node 0 that are on this disk."
+        return [RunDir(path) for path in self.path.glob("nodes/node-*/")]
+
+    @property
+    def main(self) -> RunDir:
+        "The run directory that this one is a node's part of; itself, if it is none."
+        return RunDir(self.path.parents[1]) if self.path.parent.name == "nodes" and self.path.name.startswith("node-") else self
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return self.path.name if self.main.path == self.path else f"{self.main.name} ({self.path.name})"
 
     def plan(self) -> dict[str, Any]:
         "What `launch` found out about memory and decided, empty if it did not."
         try:
-            return json.loads((self.path / PLAN_FILE).read_text())
+            return json.loads((self.main.path / PLAN_FILE).read_text())
         except FileNotFoundError:
             return {}
 
@@ -84,6 +123,8 @@ class RunDir:
         try:
             return RunConfig(**json.loads((self.path / "config.json").read_text()))
         except FileNotFoundError:
+            if self.main.path != self.path:
+                return self.main.config()
             raise ConfigError(f"{self.path} is no run directory: it has no config.json.") from None
 
     def status(self) -> dict[str, Any]:
@@ -123,12 +164,16 @@ class RunDir:
     def beat_file(self, rank: int) -> Path:
         return self.path / "beats" / f"rank{rank}"
 
-    def request_stop(self) -> None:
+    def request_stop(self, why: str = "") -> None:
         "Ask the ranks to finish their step, save and end. Works from any process that sees the directory."
-        (self.path / "stop").touch()
+        (self.path / "stop").write_text(why)
 
     def stop_requested(self) -> bool:
         return (self.path / "stop").exists()
+
+    def was_interrupted(self) -> bool:
+        "Whether it was asked to stop by a signal, as a cluster does that wants the machine back, and not by somebody who wants it to end."
+        return self.stop_requested() and (self.path / "stop").read_text() == BY_SIGNAL
 
     def checkpoints(self) -> list[Path]:
         "Its checkpoints, oldest first. They were complete once; `lineage.verify_checkpoint` tells whether one still is."

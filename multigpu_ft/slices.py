@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .commands import changed_settings, recipe
 from .config import ConfigError, DataError, RunConfig
 from .data import count_rows
 from .failures import RunFailed, tail
 from .figures import figures_as_png, loss_figure, save_png
-from .launcher import Run, changed_settings, recipe
+from .launcher import Run
 from .lineage import difference, find_checkpoints, fingerprint
 from .panel import LiveLine, progress_line
 from .rundir import LIVE_STATES, short_name

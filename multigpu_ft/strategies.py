@@ -34,10 +34,26 @@ class World:
     local_rank: int
     size: int
     device: torch.device
+    nodes: int = 1
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def local_size(self) -> int:
+        "Ranks on a node."
+        return self.size // self.nodes
+
+    @property
+    def node_rank(self) -> int:
+        return self.rank // self.local_size
+
+    def from_main(self, value: Any) -> Any:
+        "Rank 0's `value`. A collective."
+        told = [value]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
 
     def sum(self, *values: float) -> list[float]:
         "Each of `values` summed over all ranks, in fp64. A collective: every rank calls it."
@@ -65,15 +81,16 @@ _AGENT_FIRST_S = 5  # the agent's watchdog knows which rank hangs; a collective'
 def join_world(cfg: RunConfig) -> World:
     "Join the process group that torchrun's environment variables describe; one that is there already is used as it is."
     rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    nproc = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         if local_rank >= torch.cuda.device_count():
-            raise ConfigError(f"nproc={size}, but this machine has {torch.cuda.device_count()} GPUs; one process needs one GPU.")
+            raise ConfigError(f"nproc={nproc}, but this machine has {torch.cuda.device_count()} GPUs; one process needs one GPU.")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=cfg.timeout_s + _AGENT_FIRST_S))
-    return World(rank, local_rank, size, device)
+    return World(rank, local_rank, size, device, size // nproc)
 
 # %% ../nbs/03_strategies.ipynb #f1f26c2b
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -131,12 +148,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    "What this rank has of a tensor of `shape`: `values`, in row-major order the elements from `first` on. `spread`: other ranks have others."
+    """What this rank has of a tensor of `shape`: `values`, in row-major order the elements from `first` on. `spread`: other ranks have others, and of several
+    that have the same, as in hybrid sharding, this is the one of number `copy`."""
 
     values: torch.Tensor
     first: int
     shape: list[int]
     spread: bool = False
+    copy: int = 0
 
 
 def part_of(tensor: torch.Tensor) -> Part:
@@ -147,7 +166,8 @@ def part_of(tensor: torch.Tensor) -> Part:
     mesh, shard = tensor.device_mesh, next(i for i, p in enumerate(tensor.placements) if p.is_shard())
     per_rank = -(-tensor.shape[0] // mesh.size(shard))  # as torch.chunk cuts, and so FSDP
     first_row = min(tensor.shape[0], per_rank * mesh.get_coordinate()[shard])
-    return Part(values, first_row * (tensor.numel() // max(1, tensor.shape[0])), list(tensor.shape), spread=True)
+    copy = mesh.get_coordinate()[0] if shard else 0  # the shards are the last dimension of the mesh
+    return Part(values, first_row * (tensor.numel() // max(1, tensor.shape[0])), list(tensor.shape), spread=True, copy=copy)
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
@@ -233,7 +253,7 @@ class Single:
             after.set_modules_to_backward_prefetch([block])
         self.window = self._choose_window(whole)
         for block in blocks:
-            block.set_reshard_after_forward(self.cfg.sharding == "full_shard" and not self.window)
+            block.set_reshard_after_forward(self.cfg.sharding != "shard_grad_op" and not self.window)
         return model
 
     def _make_mesh(self) -> Any:
@@ -271,6 +291,8 @@ class Single:
         "Around forward and backward of one micro-batch; gradients are synchronised only in the `last` of a step, where memory allows."
         if hasattr(self.model, "set_requires_gradient_sync"):
             self.model.set_requires_gradient_sync(last or not self.window)
+            if 1 < self._shards < self.world.size:
+                self.model.set_requires_all_reduce(last)  # between nodes once a step, also where each micro-batch is reduced within a node
             self.model.set_is_last_backward(last)
             self.model.set_reshard_after_backward(last or not self.window)
         yield
@@ -410,13 +432,13 @@ class DDP(Single):
 
 # %% ../nbs/03_strategies.ipynb #564d5b6d
 class FSDP(Single):
-    "Fully sharded data parallel: torch's FSDP2."
+    "Fully sharded data parallel: torch's FSDP2. Hybrid: over the ranks of a node, with a replica on every node."
 
     name = "fsdp"
 
     def __init__(self, cfg: RunConfig, world: World) -> None:
         super().__init__(cfg, world)
-        self._shards = world.size
+        self._shards = world.local_size if cfg.sharding == "hybrid_shard" else world.size
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         return self._fully_shard(model)

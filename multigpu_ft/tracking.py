@@ -32,7 +32,7 @@ class Tracker:
 
     def __init__(self, run_dir: RunDir, is_main: bool) -> None:
         self._run_dir, self._is_main = run_dir, is_main
-        self._last_status = 0.0
+        self._last_heartbeat = time.monotonic()
         self._unwritten = ""  # lines that a full disk had no room for
         self._remarks: list[str] = run_dir.status().get("remarks", [])
         self.hand_on: Callable[[dict[str, Any]], list[str]] = lambda record: []  # to other trackers; returns what the user should know
@@ -69,7 +69,6 @@ class Tracker:
         if self._is_main:
             with suppress(OSError):
                 self._run_dir.update_status(**changes)
-            self._last_status = time.monotonic()
 
     def remark(self, text: str) -> None:
         "Something the user should know, though training goes on: printed in the log, kept in status.json, shown by the notebook."
@@ -79,9 +78,10 @@ class Tracker:
             self.status(remarks=self._remarks)
 
     def heartbeat(self, **changes: Any) -> None:
-        "As `status`, but only if the last write is half a second old."
-        if time.monotonic() - self._last_status > _STATUS_EVERY_S:
+        "As `status`, but at most twice a second."
+        if time.monotonic() - self._last_heartbeat > _STATUS_EVERY_S:
             self.status(**changes)
+            self._last_heartbeat = time.monotonic()
 
 # %% ../nbs/05_tracking.ipynb #7c111206
 class Stopwatch:

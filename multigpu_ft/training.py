@@ -16,11 +16,17 @@ from .processes import IDLE, LEFT, Beat, StopSignal, end_with_agent, has_left, i
 from .rundir import RunDir
 
 
-def _hopeless(run_dir: RunDir) -> bool:
-    "Whether a rank that is asked to stop has nothing to finish: training has not begun, or a peer is gone before it did its part."
-    status = run_dir.status()
-    begun = status["state"] != "starting" and not any(run_dir.path.glob("errors/*.json"))
-    return not (begun and all(is_running(pid) or has_left(run_dir.beat_file(rank)) for rank, pid in enumerate(status["pids"]["ranks"])))
+def _told(name: str) -> int:
+    "RANK, LOCAL_RANK or GROUP_RANK, as torchrun calls the node's number."
+    return int(os.environ.get(name, 0))
+
+
+def _hopeless(node_dir: RunDir) -> bool:
+    "Whether a rank that is asked to stop has nothing to finish: training has not begun, or a peer of its node is gone before it did its part."
+    status = node_dir.status()
+    begun = status["state"] != "starting" and not any(node_dir.path.glob("errors/*.json"))
+    pids = enumerate(status.get("pids", {}).get("ranks", []), _told("RANK") - _told("LOCAL_RANK"))
+    return not (begun and all(is_running(pid) or has_left(node_dir.beat_file(rank)) for rank, pid in pids))
 
 
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
@@ -29,7 +35,7 @@ if _IS_COMMAND:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the agent asks a rank that hangs where it is
     os.dup2(1, 2)  # one log a rank, with warnings and tracebacks where they happened
     _run_dir = RunDir(sys.argv[1])
-    _stop = StopSignal(hopeless=lambda: _hopeless(_run_dir))
+    _stop = StopSignal(hopeless=lambda: _hopeless(_run_dir.of_node(_told("GROUP_RANK"))))
 
 # %% ../nbs/06_training.ipynb #cf29236e
 import math
@@ -45,24 +51,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .attempts import begin_anew
 from .batches import Epoch, Order, Step, epoch_steps
 from .checkpoints import CheckpointWriter, Save, checkpoint_bytes, load_checkpoint, room_for
 from .data import Texts, evaluation_config, find_label_names, load_texts
-from .downloads import pull
+from .disks import Disks
+from .downloads import bring
 from .early_stopping import Evaluations
 from .evaluating import step_loss, to_device
 from .exports import export_model
 from .histograms import histograms
-from .hub import check_access, parse_hub
+from .hub import check_access
 from .lineage import contents, find_checkpoints, fingerprint, is_foreign, ledger_remarks, read_progress
-from .loading import wait_for_rank_0
 from .machine import outputs_folder, use_secrets
 from .models import PLAIN_CHAT, load_tokenizer, order_labels
 from .optimizers import learning_rate
 from .pace import Pace
 from .preparing import prepare_model, settle_packing
 from .progress import Progress, next_progress
-from .resuming import choose_checkpoint, seed_everything, tokenizer_digest
+from .resuming import choose_checkpoint, refuse_other_texts, seed_everything, tokenizer_digest
 from .rundir import saved_at
 from .strategies import Single, World, join_world
 from .tokens import TokenizedTexts, tokenize
@@ -109,12 +116,14 @@ class Training:
     "One rank's part of a run: what it holds, and the loop over epochs and steps."
 
     def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
-        self.run_dir, self.stop, self.cfg = run_dir, stop, run_dir.config()
+        self.run_dir, self.node_dir, self.stop = run_dir, run_dir.of_node(_told("GROUP_RANK")), stop
+        self.cfg = self.node_dir.config()
         use_secrets()
         check_trackers(self.cfg)
-        access = check_access(self.cfg) if os.environ.get("RANK", "0") == "0" else []
+        access = check_access(self.cfg) if _told("RANK") == 0 else []
         names = find_label_names(self.cfg) if self.cfg.task == "classification" else None
-        find_checkpoints(self.cfg, run_dir)  # a wrong name is told before the model is loaded
+        if _told("RANK") == 0:
+            find_checkpoints(self.cfg, run_dir)  # a wrong name is told before the model is loaded
         self.tokenizer = load_tokenizer(self.cfg)
         self.label_names = order_labels(names, self.cfg, self.tokenizer) if names else None
         self.slice: Texts = load_texts(self.cfg, self.label_names)
@@ -122,31 +131,34 @@ class Training:
         evaluation = evaluation_config(self.cfg)
         eval_texts = tokenize(evaluation, load_texts(evaluation, self.label_names), self.tokenizer) if evaluation else None
         self.world: World = join_world(self.cfg)
-        self.beat = Beat(run_dir.beat_file(self.world.rank))
+        self.beat = Beat(self.node_dir.beat_file(self.world.rank))
         self.beat(IDLE)
-        if self.world.is_main:
-            self._forget_the_last_attempt()
-        pids: list[Any] = [None] * self.world.size
-        dist.all_gather_object(pids, os.getpid())
-        self.tracker = Tracker(run_dir, self.world.is_main)
-        self.tracker.status(pids={**run_dir.status().get("pids", {}), "ranks": pids}, host=socket.gethostname())
+        if self.world.local_rank == 0:
+            begin_anew(self.node_dir)  # as a cluster does that starts it again; under the agent it is one already
+        first = self.world.rank - self.world.local_rank
+        pids = [int(pid) for pid, in self.world.gather(os.getpid())[first : first + self.world.local_size]]
+        self.tracker = Tracker(self.node_dir, self.world.local_rank == 0)
+        self.tracker.status(pids={**self.node_dir.status().get("pids", {}), "ranks": pids}, host=socket.gethostname())
 
-        self._bring_from_hub()
+        self.cfg = bring(self.cfg, run_dir, self.world, self.tracker.status, self.tracker.remark)
         stored = {**fingerprint(self.cfg), "tokenizer": tokenizer_digest(self.tokenizer), "labels": self.label_names}
-        checkpoint, remarks = choose_checkpoint(self.cfg, run_dir, self.world, stored)
-        again = bool(checkpoint) and checkpoint.is_relative_to(run_dir.path)  # started again: it goes on where it was, whatever it began with
+        refuse_other_texts(self.world, texts=self.texts.digest, tokenizer=stored["tokenizer"])
+        self.disks = Disks(run_dir, self.world)
+        # started again, it goes on where it was, whatever it began with
+        checkpoint, again, remarks = choose_checkpoint(self.cfg, run_dir, self.world, stored, self.disks)
         if again and self.cfg.resume_scope == "weights":
             self.cfg = self.cfg.replace(resume_scope="all")
         if self.cfg.task == "chat" and self.tokenizer.chat_template == PLAIN_CHAT:
             self.tracker.remark(
                 f"the tokenizer of {self.cfg.model} has no chat template, so conversations are written plainly, as in 'user: ...', 'assistant: ...'"
             )
-        prepared = prepare_model(self.cfg, self.world, self.tokenizer, self.label_names, checkpoint, self.tracker.remark, run_dir.plan())
+        prepared = prepare_model(self.cfg, self.world, self.tokenizer, self.label_names, checkpoint, self.tracker.remark, self.world.from_main(run_dir.plan()))
         self.strategy, self.quantization, about = prepared.strategy, prepared.quantization, prepared.about
         self.watch = Stopwatch(self.world.device, self.beat)
         if self.world.size > 1:
             self.strategy.unwrap_model().get_input_embeddings().register_forward_hook(self._await_last_gradient)
         saved = self._resume(checkpoint)
+        self.disks.let_go(checkpoint)
         begun = saved.order["packing"] if saved and saved.is_of(self.cfg, self.slice.end_idx) and self.cfg.resume_scope == "all" else None
         packing, about["packing_reason"], about["chunked_loss"] = settle_packing(self.cfg, self.strategy, self.texts, begun)
         order = Order.of(self.cfg, packing, len(self.texts), self.world.size, self.texts.digest)
@@ -163,12 +175,12 @@ class Training:
                 f"{order.rows_a_step}, so accum_steps {self.cfg.accum_steps} -> {-(-self.order.rows_a_step // (self.cfg.batch_size * self.world.size))}"
             )
         self.last_epoch = self.cfg.initial_epoch + self.cfg.num_epochs - 1
-        self.room = room_for(self.cfg, run_dir, self.strategy, checkpoint)
+        self.room = room_for(self.cfg, run_dir, self.strategy, checkpoint, self.disks.keeps)
         if self.room == 1 and (self.last_epoch > self.progress.epoch or self.cfg.save_every or self.cfg.save_minutes):
             self.tracker.remark("the disk has room for one checkpoint, so only the last one is written, at the end or when the run is stopped")
-        self.evaluations = Evaluations(self.cfg, run_dir, self.strategy, self.tracker, self.progress, eval_texts, len(self.label_names or []))
+        self.evaluations = Evaluations(self.cfg, run_dir, self.disks, self.strategy, self.tracker, self.progress, eval_texts, len(self.label_names or []))
         self.evaluations.check_room(self.room)
-        self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, {**stored, "contents": contents(self.cfg)})
+        self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, {**stored, "contents": contents(self.cfg)}, self.disks)
         self.uploader = Uploader(run_dir) if self.cfg.hf_repo and self.world.is_main else None
         self.earlier_steps = self.progress.optimizer_step - self.progress.slice_step if self.progress.optimizer_step else 0
         self.total_steps = self._count_steps()
@@ -184,7 +196,7 @@ class Training:
         }
         self.tracker.status(
             state="running", strategy=self.strategy.name, dtype=str(self.strategy.dtype).removeprefix("torch."), packing=packing, **about, **origin,
-            world_size=self.world.size, device=self.world.device.type, slice=[self.slice.start_idx, self.slice.end_idx],
+            world_size=self.world.size, nodes=self.world.nodes, device=self.world.device.type, slice=[self.slice.start_idx, self.slice.end_idx],
             num_rows=self.slice.num_rows, texts=len(self.texts), dropped=self.slice.dropped, best=self.evaluations.best, exported_checkpoint=None,
             rows_a_step=self.order.rows_a_step, checkpoint_bytes=save_bytes,
             step=self.progress.step, slice_step=self.progress.slice_step, total_steps=self.total_steps, epoch=self.progress.epoch,
@@ -196,28 +208,6 @@ class Training:
         "In the step after `progress.step`, if they are due then. A collective."
         if self.cfg.histogram_every and (self.progress.step + 1) % self.cfg.histogram_every == 0:
             self.trackers.log_histograms(self.progress.step + 1, histograms(self.strategy))
-
-    def _forget_the_last_attempt(self) -> None:
-        "A run that is started again in its directory, as a cluster does, begins with a clean slate; under the agent it is one already."
-        status = self.run_dir.status()
-        if status["state"] != "starting":
-            (self.run_dir.path / "stop").unlink(missing_ok=True)
-            for path in self.run_dir.path.glob("errors/*.json"):
-                path.unlink()
-            self.run_dir.update_status(state="starting", launched=time.time(), message=None, failure=None, activity=None)
-
-    def _bring_from_hub(self) -> None:
-        "If the checkpoint to go on from is on the Hub, bring it to the disk, unless this run has one of its own by now. A collective."
-        found: list[Any] = [None]
-        if self.world.is_main and parse_hub(self.cfg.resume_file) and not self.run_dir.checkpoints():
-            self.tracker.status(activity=f"fetching {self.cfg.resume_file}")
-            path, remote = pull(self.cfg, self.run_dir.path.parent, self.run_dir.status().get("resumed_revision"))
-            self.tracker.status(activity=None, resumed_revision=remote.revision)
-            self.tracker.remark(f"continues from {remote}")
-            found[0] = str(path)
-        wait_for_rank_0()
-        dist.broadcast_object_list(found, src=0)
-        self.cfg = self.cfg.replace(resume_file=found[0]) if found[0] else self.cfg
 
     def _resume(self, checkpoint: Path | None) -> Progress | None:
         "Take up the state of `checkpoint`. Random numbers of another number of ranks cannot be taken up; new ones are begun then."
@@ -234,7 +224,8 @@ class Training:
         "Optimizer steps on this slice from its beginning to the end of the plan."
         limit = math.inf
         if self.cfg.max_steps:  # those this run made before it was started again are among them
-            limit = self.cfg.max_steps - (self.progress.step + 1 - self.run_dir.status().get("first_step", self.progress.step + 1))
+            first = self.world.from_main(self.run_dir.status().get("first_step", self.progress.step + 1))
+            limit = self.cfg.max_steps - (self.progress.step + 1 - first)
         count, epoch, position = 0, self.progress.epoch, self.progress.position
         while epoch <= self.last_epoch and count < limit:
             count, epoch, position = count + len(Epoch(self.texts, self.order, epoch).steps(position)), epoch + 1, 0
@@ -366,7 +357,7 @@ class Training:
         self._note(self.writer.finished())
         self.pace.step()
         main = self.world.is_main
-        asked = self.stop.requested or (main and (self.run_dir.stop_requested() or self.pace.out_of_time()))
+        asked = self.stop.requested or (self.world.local_rank == 0 and self.node_dir.stop_requested()) or (main and self.pace.out_of_time())
         stop, minutes, failed = self.world.sum(asked, main and self.pace.save_is_due(), self.save_error is not None)
         if failed:
             self._note(self.writer.wait())
@@ -422,6 +413,8 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
     "`python -m multigpu_ft.training RUN_DIR`, started by torchrun."
     training = None
     try:
+        who = f"RANK={_told('RANK')} LOCAL_RANK={_told('LOCAL_RANK')} WORLD_SIZE={os.environ.get('WORLD_SIZE', 1)} NODE_RANK={_told('GROUP_RANK')}"
+        print(f"{who} on {socket.gethostname()}, pid {os.getpid()}", flush=True)
         training = Training(run_dir, stop)
         outcome = training.run()
         dist.barrier()
@@ -429,8 +422,7 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
         training.finish(outcome)
         training.beat(LEFT)
     except BaseException as error:
-        rank = int(os.environ.get("RANK", 0))
-        write_error(Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.error_file(rank)), error)
+        write_error(Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.of_node(_told("GROUP_RANK")).error_file(_told("RANK"))), error)
         print(hide_secrets(traceback.format_exc()), file=sys.stderr)
         if training:
             training.trackers.close(failed=True)

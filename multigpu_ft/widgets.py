@@ -20,9 +20,10 @@ import ipywidgets as w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from .commands import recipe
 from .config import PRESET_NEEDS, PRESETS, ConfigError, RunConfig
 from .estimates import estimate
-from .launcher import Run, launch, recipe
+from .launcher import Run, launch
 from .panel import Place, has_viewer
 
 # %% ../nbs/11_widgets.ipynb #58c5611e

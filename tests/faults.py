@@ -485,7 +485,7 @@ class Damage:
             path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
         os.utime(path.parent)
         try:
-            taken, remarks = choose_checkpoint(self.cfg, RunDir(self.cfg.run_root + "/new"), self.world, self.stored)
+            taken, _, remarks = choose_checkpoint(self.cfg, RunDir(self.cfg.run_root + "/new"), self.world, self.stored)
         finally:
             path.write_bytes(content)
             os.utime(path, (moment.st_atime, moment.st_mtime))

@@ -124,6 +124,20 @@ def ask_all(ask, cfg):
     return max(peak["bytes"] for peak in ask(cfg, T4, 2)["peaks"])
 
 
+def test_hybrid_sharding_takes_what_sharding_over_one_node_takes(ask, little):
+    full = little.replace(strategy="fsdp")
+    hybrid = full.replace(sharding="hybrid_shard", nnodes=2)
+
+    def kept(cfg, gpus):
+        return next(p for p in ask(cfg, T4, gpus)["peaks"] if p["phase"] == "save")["categories"]
+
+    assert kept(hybrid, 4) == kept(full, 2)
+    # but for what does not divide by four
+    assert kept(full.replace(nnodes=2), 4)["optimizer"] == pytest.approx(kept(full, 2)["optimizer"] / 2, rel=0.02)
+    with pytest.raises(ConfigError, match="cannot be shared out evenly over nnodes=2"):
+        estimate(hybrid, gpus=3, gpu_memory_gib="T4")
+
+
 def test_auto_is_ddp_where_it_fits(ask, little):
     "Everything on each GPU, or half of it."
     auto = little.replace(strategy="auto")

@@ -60,6 +60,7 @@ def test_exported_code_needs_no_notebook_tooling_and_stays_small(room):
     ("from multigpu_ft import launch", "torch transformers datasets matplotlib"),
     ("from multigpu_ft import evaluate", "torch transformers datasets"),
     ("from multigpu_ft import generate", "torch transformers datasets"),
+    ("from multigpu_ft import deploy_kubernetes", "torch transformers datasets matplotlib kubernetes"),
 ])
 def test_the_kernel_side_imports_no_torch(statement, absent):
     code = f"import sys; {statement}; loaded = set(sys.modules) & set({absent.split()!r}); assert not loaded, loaded"
