@@ -251,6 +251,9 @@ class Generation:
             sampling=vars(self.sampling), questions=len(self.questions),
         )
         if self.world.is_main:
+            self.store.set("running", "1")
+        self.store.get("running")  # who asks it to stop while it is starting has it killed, and nobody shall have answers then
+        if self.world.is_main:
             self._reward_again()
         rows = min(self.cfg.batch_size, -(-len(self.missing) // self.world.size))
         if rows:
