@@ -54,8 +54,9 @@ GPUS = tuple(GPU(*line) for line in (
 ))
 
 # %% ../nbs/00e_gpus.ipynb #242f2b15
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+def _is_called(known: str, wanted: str) -> bool:
+    "Whether the words of the name `known` are in `wanted`, in their order."
+    return bool(re.search(r"(?<![a-z0-9])" + ".*".join(re.findall(r"[a-z0-9]+", known.lower())) + r"(?!\d)", wanted.lower()))
 
 
 def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
@@ -68,8 +69,7 @@ def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
         if not 0 < float(number[1]) <= 10_000:
             raise ConfigError(f"gpu_memory_gib={wanted!r} is no size of a GPU; use GiB, such as 14.75, or a name, such as 'T4'.")
         return GPU(f"{float(number[1]):g} GiB", float(number[1]) * 1024)
-    known = sorted(GPUS, key=lambda gpu: -len(_plain(gpu.name)))
-    found = next((gpu for gpu in known if _plain(gpu.name) in _plain(str(wanted))), None)
+    found = next((gpu for gpu in sorted(GPUS, key=lambda gpu: -len(gpu.name)) if _is_called(gpu.name, str(wanted))), None)
     if found is None and memory_mib:
         return GPU(str(wanted), memory_mib)
     if found is None:
