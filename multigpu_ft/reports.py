@@ -26,7 +26,7 @@ from multigpu_ft.comparisons import (
 )
 from .measures import CONFIDENCE, DRAWS, Estimate
 from .pictures import pictures, png_bytes
-from .rundir import write_json
+from .rundir import replace_file, write_json
 
 # %% ../nbs/08b_reports.ipynb #8a6d2a33
 def _clean(text: str) -> str:
@@ -288,7 +288,7 @@ class Evaluation:
             if name not in files:
                 (self.folder / name).unlink(missing_ok=True)
         for name, content in files.items():
-            _replace(self.folder / name, content)
+            replace_file(self.folder / name, content)
         record = {**self.record(), "files": sorted(files)}
         write_json(self.folder / "evaluation.json", record)
         return record
@@ -304,13 +304,3 @@ def _csv(comparison: Comparison) -> bytes:
     writer.writerow(map(_clean, columns))
     writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
     return text.getvalue().encode()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    "A reader sees the old file or the whole new one."
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

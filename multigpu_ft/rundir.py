@@ -18,8 +18,8 @@ from .config import CheckpointError, ConfigError, RunConfig
 
 # %% auto #0
 __all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'FAILURE_FILE', 'BY_SIGNAL', 'GENERATION_FILE', 'HUB_FILE', 'LIVE_STATES',
-           'FINAL_STATES', 'STOPPED_EXIT_CODE', 'write_json', 'RunDir', 'commit_digest', 'read_commit', 'saved_at',
-           'short_name']
+           'FINAL_STATES', 'STOPPED_EXIT_CODE', 'replace_file', 'write_json', 'RunDir', 'commit_digest', 'read_commit',
+           'saved_at', 'short_name']
 
 # %% ../nbs/00_rundir.ipynb #bed5d367
 COMMIT_FILE, PARTIAL = "commit.json", ".partial"  # a checkpoint that is being written, or taken away, has a name that ends so
@@ -33,14 +33,19 @@ FINAL_STATES = ("done", "stopped", "failed")
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, not failed, to be tried again later
 
 
-def write_json(path: Path, value: Any) -> None:
-    "Write `value` so that a reader sees the old file or the whole new one, never a part."
+def replace_file(path: Path, content: str | bytes) -> None:
+    "Put `content` at `path`. A reader sees the old file or the whole new one, never a part, whichever processes do so at once."
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # other machines may see this disk
     try:
-        partial.write_text(json.dumps(value, indent=1))
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)  # on a full disk half of it would stay
+
+
+def write_json(path: Path, value: Any) -> None:
+    "`replace_file` with `value` as JSON."
+    replace_file(path, json.dumps(value, indent=1))
 
 
 class RunDir:

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from .batches import Step
+from .gpus import find_gpu
 from .models import count_weights
-from .rundir import RunDir
+from .rundir import RunDir, replace_file
 from .strategies import Single
 
 # %% ../nbs/05_tracking.ipynb #fc898857
@@ -62,7 +63,7 @@ class Tracker:
         path = self._run_dir.path / "metrics.jsonl"
         if self._is_main and path.exists():
             kept = [record for record in self._run_dir.metrics() if record["step"] <= step]
-            path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            replace_file(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def status(self, **changes: Any) -> None:
         "Merge `changes` into status.json now. On a full disk it stays as it was."
@@ -118,12 +119,6 @@ def peak_memory(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 # %% ../nbs/05_tracking.ipynb #28ad65e8
-_PEAK_FLOPS = {  # dense, with half-precision inputs, from NVIDIA's data sheets; the first name found in the device's counts
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12,
-    "V100": 125e12, "T4": 65e12, "P100": 21.2e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}
-
-
 def flops_per_token(model: nn.Module, mean_length: float) -> float:
     """Operations that training `model` needs for one token of a text of `mean_length` tokens: 2 a weight forward and 2 backward, 2 more for a weight that is
     trained, and 12 a block, hidden unit and earlier token for attention. Embeddings are looked up, not multiplied, unless the head shares them."""
@@ -139,8 +134,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     "Operations a second `device` can do at best in `dtype`, `None` if unknown (a CPU, another GPU, fp32)."
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for known, flops in _PEAK_FLOPS.items() if known in name), None)
+    about = torch.cuda.get_device_properties(device)
+    return find_gpu(about.name, about.total_memory / 2**20).flops or None
 
 # %% ../nbs/05_tracking.ipynb #5214b3fb
 class Interval:
