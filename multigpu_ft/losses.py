@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .batches import Epoch, Order, collate
 from .config import RunConfig
+from .models import count_weights
 from .tokens import Text, TokenizedTexts
 
 # %% ../nbs/02a_losses.ipynb #83935f8b
@@ -145,6 +146,7 @@ class LossModel(nn.Module):
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
         return losses.sum() * scale, losses.detach()
 
+
 class ClassifierLoss(nn.Module):
     "A sequence classifier of transformers, or one that peft has wrapped, with the loss as its output."
 
@@ -205,7 +207,8 @@ def choose_packing(cfg: RunConfig, exact: dict[str, bool], texts: TokenizedTexts
     if wanted == "auto" and exact["packed"] and exact["bucketed"]:
         config = model.config
         hidden, layers = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
-        weights = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
+        # of shards and of packed weights a parameter shows fewer, and the choice must not depend on the strategy
+        weights = sum(count for (name, _), (_, count) in zip(model.named_parameters(), count_weights(model), strict=True) if "embed" not in name)
         cost = {}
         for way in ("packed", "bucketed"):
             order = Order.of(cfg, way, len(texts), world_size)
