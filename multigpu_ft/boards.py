@@ -123,7 +123,8 @@ class TensorBoard:
         "Append `event` to the file. On a full disk it waits for the next one."
         record = io.BytesIO()
         self._record_writer(record).write(event.SerializeToString())
-        self._unwritten = (self._unwritten + record.getvalue())[:_FORGET_AFTER]
+        if len(self._unwritten) < _FORGET_AFTER:  # whole events only: behind a part of one, readers would find nothing more
+            self._unwritten += record.getvalue()
         size = 0
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
