@@ -7,14 +7,13 @@ __all__ = ['linear_layers', 'target_modules', 'add_adapter', 'count_parameters',
            'merged_weights']
 
 # %% ../nbs/02c_adapters.ipynb #f253b0f0
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from .config import ModelError, RunConfig
+from .config import ModelError, RunConfig, did_you_mean
 from .losses import without_adapter
 from .models import head_modules, packed_layers
 
@@ -53,11 +52,8 @@ def target_modules(setting: str, model: nn.Module) -> list[str]:
         wanted = [name.strip() for name in setting.split(",") if name.strip()]
     missing = [name for name in wanted if name not in known]
     if missing or not wanted:
-        close = difflib.get_close_matches(missing[0], known, n=1) if missing else []
-        raise ModelError(
-            f"lora_target_modules={setting!r}: {type(model).__name__} has no linear layer {', '.join(map(repr, missing)) or 'that this means'}"
-            + (f" (did you mean {close[0]!r}?)" if close else "") + f"; it has: {', '.join(known)}."
-        )
+        what = f"{', '.join(map(repr, missing))}{did_you_mean(missing[0], known)}" if missing else "that this means"
+        raise ModelError(f"lora_target_modules={setting!r}: {type(model).__name__} has no linear layer {what}; it has: {', '.join(known)}.")
     return list(wanted)
 
 # %% ../nbs/02c_adapters.ipynb #6fa46463

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -78,8 +79,6 @@ def _field(
 BUILTIN_MODEL = "builtin:opt-tiny"
 BUILTIN_DATASET = "builtin:python-docs"
 _FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR = 1e-3, 2e-5, 2e-4
-
-
 _NO_END = 2**31  # rows; more than any dataset that is read by row numbers
 _MAY_BE_NONE = ("max_grad_norm", "save_minutes", "eval_split")  # empty means something else than left out; papermill can say that with "none" only
 
@@ -408,9 +407,11 @@ def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def did_you_mean(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name.lower(), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    "For an error message, the one of `known` that is most like `name`, whatever its capitals; empty if none is."
+    spelt = {word.lower(): word for word in known}
+    close = difflib.get_close_matches(name.lower(), spelt, n=1)
+    return f" (did you mean {spelt[close[0]]!r}?)" if close else ""
 
 
 def _explain(error: ValidationError) -> str:

@@ -239,6 +239,7 @@ def load_foreign(path: Path, model: nn.Module) -> list[dict[str, Any]]:
     start, end, epoch = map(int, named.groups()) if named else (0, 0, 0)
     return [{"start_idx": start, "end_idx": end, "epochs": epoch, "steps": 0, "position": 0, "num_rows": 0}] if named else []
 
+
 def take_foreign(path: Path, model: nn.Module, cfg: RunConfig, world: World) -> list[dict[str, Any]]:
     """`load_foreign` into rank 0's `model`, which alone need have weights; all ranks get the ledger. A collective.
 

@@ -189,6 +189,7 @@ def _copy(source: Path, target: Path, check: Callable[[Path], None] | None = Non
 
 
 def _identity(path: Path) -> tuple[str, float | None]:
+    "What tells two runs of one name apart."
     return (path / "config.json").read_text(), RunDir(path).status().get("launched")
 
 

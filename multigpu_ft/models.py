@@ -288,7 +288,7 @@ def checkpoint_activations(model: nn.Module, every: int) -> None:
 
 
 def checkpoint_every(setting: str | int, model: nn.Module, tokens: int, dtype: torch.dtype, free: float) -> int:
-    "Which blocks `setting` recomputes: every so-manieth, 0 for none. `auto`: as few as let `tokens` of a micro-batch fit into `free` bytes."
+    "The k of every k-th block that `setting` recomputes, 0 for none. `auto`: as few as let `tokens` of a micro-batch fit into `free` bytes."
     if setting != "auto":
         return {"none": 0, "full": 1}.get(setting, setting)
     if not getattr(model, "supports_gradient_checkpointing", False):

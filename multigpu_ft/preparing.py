@@ -76,7 +76,7 @@ def with_loss(cfg: RunConfig, model: nn.Module, label_names: list[str] | None, k
 
 
 def put_under(cfg: RunConfig, strategy: Single, loss_model: nn.Module, streamed: bool) -> int:
-    """Prepare `loss_model` and its optimizer for `strategy`. Returns every so-manieth block that computes its activations again, 0 for none. A collective.
+    """Prepare `loss_model` and its optimizer for `strategy`. Returns the k of every k-th block that computes its activations again, 0 for none. A collective.
 
     Raises `ModelError` if the model cannot do that."""
     base = without_adapter(loss_model.model)

@@ -72,7 +72,6 @@ def refuse_other_texts(world: World, **digests: Any) -> None:
             )
 
 
-
 def seed_everything(seed: int, step: int, rank: int) -> None:
     "Random numbers of `rank` from optimizer step `step` on, where those of a checkpoint cannot be taken up."
     state = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])

@@ -86,7 +86,7 @@ def join_world(cfg: RunConfig) -> World:
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         if local_rank >= torch.cuda.device_count():
-            raise ConfigError(f"nproc={nproc}, but this machine has {torch.cuda.device_count()} GPUs; one process needs one GPU.")
+            raise ConfigError(f"nproc={nproc}, but this machine has {(count := torch.cuda.device_count())} GPUs; one process needs one GPU: use nproc={count}.")
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=cfg.timeout_s + _AGENT_FIRST_S))

@@ -8,6 +8,7 @@ __all__ = ['Text', 'TokenizedTexts', 'tokenize_texts', 'tokenize_labelled', 'ass
 
 # %% ../nbs/01a_tokens.ipynb #2e7a96aa
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -106,9 +107,9 @@ _MARKED = re.compile(r"\{%-?\s*generation\b")
 _SETTINGS: dict[str, Any] = {"date_string": "26 Jul 2024", "strftime_now": datetime(2024, 7, 26).strftime}
 
 
-def _common(a: str, b: str) -> int:
-    "Characters with which both begin."
-    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _common(*texts: str) -> int:
+    "Characters with which all begin."
+    return len(os.path.commonprefix(texts))
 
 
 def assistant_spans(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:

@@ -97,9 +97,9 @@ def _git_digest(content: bytes) -> str:
 
 
 class _Pass:
-    "One look at a repository, and what is sent after it. `arrived` is called with each file that has, be it in a pass before."
+    "One look at a repository, and what is sent after it. `arrived` is called with path and SHA-256 of each file that has, be it in a pass before."
 
-    def __init__(self, run: RunDir, arrived: Callable[[str], None]) -> None:
+    def __init__(self, run: RunDir, arrived: Callable[[tuple[str, bytes]], None]) -> None:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RepositoryNotFoundError
         from huggingface_hub.hf_api import RepoFile
@@ -258,7 +258,7 @@ def push_run(
     return record["pending"]
 
 
-def _send(run: RunDir, record: dict[str, Any], note: Callable[[], None], arrived: Callable[[str], None]) -> None:
+def _send(run: RunDir, record: dict[str, Any], note: Callable[[], None], arrived: Callable[[tuple[str, bytes]], None]) -> None:
     from huggingface_hub import constants
 
     looked_at, damage = {}, None
