@@ -9,17 +9,15 @@ __all__ = ['Node', 'find_node', 'node_settings', 'open_run', 'start_supervisor']
 import socket
 import subprocess
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-
-import psutil
 
 from .attempts import begin_anew, clear_attempt
 from .calls import start_agent, visible_gpus
 from .commands import node_command
 from .config import ConfigError, NodesError, RunConfig
+from .lineage import is_alive
 from .nodes import split_address
-from .rundir import LIVE_STATES, RunDir
+from .rundir import RunDir
 
 # %% ../nbs/09j_joining.ipynb #5b75a73c
 @dataclass(frozen=True)
@@ -65,22 +63,12 @@ _LOOK_S = 3.0
 def _is_running(node_dir: RunDir) -> bool:
     "Whether its processes are there; of another machine's, which may be gone without a word, whether its heart is seen to beat."
     status = node_dir.status()
-    if status["state"] not in LIVE_STATES:
+    if not is_alive(node_dir, _SILENT_S):
         return False
     if status.get("host") == socket.gethostname():
-        pids = status.get("pids", {})
-        return any(_is_of(node_dir, pid) for pid in [pids.get("agent"), *pids.get("ranks", [])] if pid)
-    if time.time() - status.get("heartbeat", 0) > _SILENT_S:
-        return False
+        return True
     time.sleep(_LOOK_S)
     return node_dir.status().get("heartbeat") != status.get("heartbeat")
-
-
-def _is_of(node_dir: RunDir, pid: int) -> bool:
-    "A pid alone may be somebody else's by now; the command line names the run."
-    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        return psutil.Process(pid).cmdline()[-1:] == [str(node_dir.main.path)]
-    return False
 
 
 def open_run(cfg: RunConfig, node: Node, end_idx: int | None) -> RunDir:

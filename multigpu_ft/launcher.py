@@ -30,10 +30,10 @@ from .failures import ending, failure_of, tail
 from .figures import figures_as_png, loss_figure, save_png
 from .hub import check_access, find_remote, parse_hub
 from .joining import Node, find_node, node_settings, open_run, start_supervisor
-from .lineage import find_checkpoints, is_foreign, ledger_remarks, read_progress, sweep
+from .lineage import find_checkpoints, is_alive, is_foreign, ledger_remarks, read_progress, sweep
 from .machine import default_run_root, for_this_machine, session_end, use_secrets
 from .panel import LiveLine, Panel, Place, age, has_viewer, progress_line, react_to_widgets, say
-from .processes import is_running, is_stopped
+from .processes import is_stopped, processes_of
 from .rundir import BY_SIGNAL, FINAL_STATES, LIVE_STATES, PLAN_FILE, RunDir, write_json
 from .zero_config import with_zero_config
 
@@ -209,7 +209,7 @@ class Run:
         if self._is_elsewhere(self.status):
             raise ConfigError(f"{self.name} runs on {self.status['host']}, and only there it can be killed; run.stop() reaches it from here.")
         with self._ending:  # whoever follows the run shall not take this for a failure
-            for process in self._processes():
+            for process in processes_of(self.dir):
                 try:
                     process.kill()
                 except psutil.NoSuchProcess:
@@ -242,22 +242,6 @@ class Run:
     def _line(self) -> str:
         return progress_line(self.name, self.status, self.dir.recent_metrics(20))
 
-    def _processes(self) -> list[psutil.Process]:
-        "The agent and its ranks, as far as they live. A pid alone may be somebody else's by now; the command line names the run."
-        pids, found = self.status.get("pids", {}), []
-        for pid in [pids.get("agent"), *pids.get("ranks", [])]:
-            try:
-                if pid and is_running(pid) and self._is_named(process := psutil.Process(pid)):
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                pass
-        return found
-
-    def _is_named(self, process: psutil.Process) -> bool:
-        "Whether the last word of its command line is this run's directory, seen from where it was started."
-        words = process.cmdline()
-        return bool(words) and (Path(words[-1]) == self.dir.main.path or Path(process.cwd(), words[-1]).resolve() == self.dir.main.path)
-
     def _is_elsewhere(self, status: dict[str, Any]) -> bool:
         return not self._agent and status.get("host", socket.gethostname()) != socket.gethostname()
 
@@ -265,10 +249,7 @@ class Run:
         "Whether the agent, and with it the run, lives."
         if self._agent:
             return self._agent.poll() is None
-        status = self.status
-        if self._is_elsewhere(status):
-            return status["state"] in LIVE_STATES and time.time() - status.get("heartbeat", 0) < _SILENT_S
-        return bool(self._processes())
+        return is_alive(self.dir, _SILENT_S) if self._is_elsewhere(self.status) else bool(processes_of(self.dir))
 
     def _make_view(self, panel: bool | Place | None) -> LiveLine | Panel:
         if panel is False or (panel is None and not has_viewer()):

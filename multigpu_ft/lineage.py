@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import CheckpointError, ConfigError, RunConfig
-from .processes import is_running
+from .processes import processes_of
 from .rundir import COMMIT_FILE, HUB_FILE, LIVE_STATES, PARTIAL, RunDir, commit_digest, read_commit, saved_at, write_json
 
 # %% ../nbs/00b_lineage.ipynb #5dccaf56
@@ -343,12 +343,11 @@ def sweep(root: Path) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def is_alive(run_dir: RunDir) -> bool:
-    "Whether processes of the run are there; of one on another machine, whether it has said something within the last hour."
+def is_alive(run_dir: RunDir, silence_s: float = 3600) -> bool:
+    "Whether processes of the run are there; of one on another machine, whether it has said something within the last `silence_s` seconds."
     status = run_dir.status()
-    pids = [p for p in [status.get("pids", {}).get("agent"), *status.get("pids", {}).get("ranks", [])] if p]
-    here = status.get("host") in (None, socket.gethostname())
-    return status["state"] in LIVE_STATES and (any(map(is_running, pids)) if here else time.time() - status.get("heartbeat", 0) < _SILENCE_S)
-
-
-_SILENCE_S = 3600  # a run of another machine is dead if it has said nothing for so long
+    if status["state"] not in LIVE_STATES:
+        return False
+    if status.get("host") in (None, socket.gethostname()):
+        return bool(processes_of(run_dir))
+    return time.time() - status.get("heartbeat", 0) < silence_s
