@@ -9,7 +9,7 @@ __all__ = ['GPUS', 'GPU', 'find_gpu']
 import re
 from dataclasses import dataclass, replace
 
-from .config import ConfigError, did_you_mean
+from .config import ConfigError
 
 # %% ../nbs/00e_gpus.ipynb #e64e5a41
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
         return GPU(str(wanted), memory_mib)
     if found is None:
         raise ConfigError(
-            f"gpu_memory_gib={wanted!r}: there is no GPU of this name here{did_you_mean(str(wanted), [gpu.name for gpu in GPUS])}; "
-            f"known are {', '.join(gpu.name for gpu in GPUS)}. Give the size in GiB of any other."
+            f"gpu_memory_gib={wanted!r}: there is no GPU of this name here; known are {', '.join(gpu.name for gpu in GPUS)}. Give the size in GiB of any other."
         )
     if memory_mib:  # of one name there are several sizes
         found = replace(found, memory_mib=memory_mib)
