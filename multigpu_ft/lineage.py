@@ -203,11 +203,19 @@ def _beyond_best(found: list[Path], cfg: RunConfig) -> set[Path]:
     beyond: set[Path] = set()
     for path in {c.parents[1] for c in found}:
         best = RunDir(path).status().get("exported_checkpoint")
-        if best and RunDir(path).config().start_idx != cfg.start_idx:
+        if best and _first_row(RunDir(path)) not in (None, cfg.start_idx):
             line = kept_checkpoints(RunDir(path))
             names = [c.name for c in line]
             beyond |= set(line[: names.index(best)]) if best in names else set()
     return beyond
+
+
+def _first_row(run_dir: RunDir) -> int | None:
+    "Of a run's slice; `None` if its settings cannot be read, as those of another version of this package."
+    try:
+        return run_dir.config().start_idx
+    except ValueError:
+        return None
 
 
 def find_checkpoints(cfg: RunConfig, run_dir: RunDir | None = None) -> list[Path]:
