@@ -1,8 +1,8 @@
 # syntax=docker/dockerfile:1
 # The image of a run in a cluster: multigpu-ft with its trackers and torch for CUDA, as a user who is not root.
 #
-#   docker build --tag registry.example/multigpu-ft:0.0.1 .
-#   docker push registry.example/multigpu-ft:0.0.1             prints the digest that resources.yaml asks for
+#   docker build --tag registry.example/multigpu-ft:0.1.0 .
+#   docker push registry.example/multigpu-ft:0.1.0             prints the digest that resources.yaml asks for
 #
 # BASE is an exact version; a build that must be the same tomorrow names it by digest: --build-arg BASE=python@sha256:...
 # TORCH_INDEX decides for which CUDA torch is; the driver is the node's. cu126 for older drivers, cpu for a cluster without GPUs.

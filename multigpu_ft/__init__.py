@@ -1,5 +1,5 @@
 """From a notebook cell to N GPUs. Names are looked up when first used, so that importing this stays fast."""
-__version__ = "0.0.1"
+__version__ = "0.1.0"
 
 from importlib import import_module
 

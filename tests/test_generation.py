@@ -246,21 +246,6 @@ def test_the_recipe_under_papermill(models, tmp_path):
     assert wrong.returncode and "there is no such file" in wrong.stderr
 
 
-def test_the_circle_under_papermill(tmp_path):
-    "It learns to add, and then from its own additions."
-    sums = [(i % 6, i // 6 % 6) for i in range(72)]
-    rows = [{"messages": [
-        {"role": "user", "content": f"What is {a} and {b}?"}, {"role": "assistant", "content": f"It is <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}"},
-    ]} for a, b in sums]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    few = {"num_train": 64, "num_epochs": 40, "num_questions": 16, "num_sequences_per_question": 40, "max_new_tokens": 48, "num_epochs_again": 1}
-    words = [word for key, value in {"dataset": "sums.jsonl", **few}.items() for word in ("-p", key, value)]
-    done = papermill(NBS / "loop.ipynb", tmp_path / "out.ipynb", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    before, after = map(float, re.search(r"good answers to unseen questions: before ([\d.]+)%, after ([\d.]+)%", outputs(tmp_path / "out.ipynb")).groups())
-    assert min(before, after) > 0, (before, after)
-
-
 def test_watched_and_stopped_in_jupyterlab(models, lab, shots):
     here = lab(env={"OMP_NUM_THREADS": "1"})
     ask = {**asked(models), "num_questions": 40, "num_sequences_per_question": 400}

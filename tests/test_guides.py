@@ -1,0 +1,97 @@
+"""The guides and Kaggle's kernels, each run from top to bottom in a kernel of its own, smaller than it is read."""
+import json
+import re
+import shutil
+
+import pytest
+from conftest import NBS, REPO, outputs, papermill, processes
+from hub import Hub, environment
+
+GUIDES = sorted(path.stem for path in NBS.glob("guide_*.ipynb"))
+KAGGLE = REPO / "kaggle"
+SMALLER = {  # papermill parameters
+    "guide_slices": {"end_idx": 200, "hf_repo": "jane/slices"},
+    "guide_chat": {"num_train": 60, "num_epochs": 1, "presets": "qwen3-lora-chat"},
+    "guide_sst2": {"num_epochs": 1},
+    "guide_loop": {
+        "dataset": "sums.jsonl", "num_train": 64, "num_epochs": 40, "num_questions": 16, "num_sequences_per_question": 40, "max_new_tokens": 48,
+        "num_epochs_again": 1,
+    },
+}
+
+
+def read(notebook):
+    return json.loads(notebook.read_text())["cells"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    "Where a guide finds what lies beside it in a checkout."
+    (tmp_path / "bench").symlink_to(REPO / "bench")
+    (tmp_path / "nbs").mkdir()
+    yield tmp_path / "nbs"
+    assert not processes(tmp_path)
+
+
+def run(notebook, folder, parameters=(), env=None):
+    words = [word for name, value in dict(parameters).items() for word in ("-p", name, value)]
+    done = papermill(notebook, folder / "out.ipynb", *words, cwd=folder, env=env, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return outputs(folder / "out.ipynb")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("guide", sorted(set(GUIDES) - {"guide_slices", "guide_loop"}))
+def test_a_guide_runs_from_top_to_bottom(guide, folder):
+    run(NBS / f"{guide}.ipynb", folder, SMALLER.get(guide, {}))
+
+
+@pytest.mark.timeout(900)
+def test_slices_over_days_and_through_the_hub(folder, tmp_path):
+    hub = Hub(tmp_path / "hub")
+    try:
+        shown = run(NBS / "guide_slices.ipynb", folder, SMALLER["guide_slices"], environment(hub))
+    finally:
+        hub.close()
+    assert "day-1-2: continues from checkpoint" in shown and "from-the-hub: continues from checkpoint" in shown
+
+
+@pytest.mark.timeout(900)
+def test_it_learns_to_add_and_then_from_its_own_additions(folder):
+    sums = [(i % 6, i // 6 % 6) for i in range(72)]
+    rows = [{"messages": [
+        {"role": "user", "content": f"What is {a} and {b}?"}, {"role": "assistant", "content": f"It is <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}"},
+    ]} for a, b in sums]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = run(NBS / "guide_loop.ipynb", folder, SMALLER["guide_loop"])
+    before, after = map(float, re.search(r"good answers to unseen questions: before ([\d.]+)%, after ([\d.]+)%", shown).groups())
+    assert min(before, after) > 0, (before, after)
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_guide_is_short_and_has_its_pictures(guide):
+    cells = read(NBS / f"{guide}.ipynb")
+    assert len(cells) < 15 and len(GUIDES) >= 8
+    shown = [data for cell in cells for output in cell.get("outputs", []) for data in [output.get("data", {})]]
+    kept = REPO / "bench" / "results" / f"{guide}.ipynb"  # where running it takes too long to be done again for every change
+    if kept.exists():
+        shown += [output.get("data", {}) for cell in read(kept) for output in cell.get("outputs", [])]
+    assert guide == "guide_kubernetes" or any("image/png" in data or "<svg" in str(data) or "data:image" in str(data) for data in shown)
+    assert all(cell.get("outputs") is not None for cell in cells if cell["cell_type"] == "code")
+    for link in re.findall(r"\]\(([\w./-]+)\)", "".join("".join(cell["source"]) for cell in cells)):
+        assert (NBS / link).exists(), link
+
+
+@pytest.mark.timeout(900)
+def test_kaggles_kernels_train_and_evaluate(folder):
+    shown = run(KAGGLE / "train" / "train.ipynb", folder, {"preset": "tiny", "end_idx": 120})
+    assert "-p start_idx 120" in shown
+    shown = run(KAGGLE / "evaluate" / "evaluate.ipynb", folder, {"run": "runs/opt-tiny_0-120", "end_idx": 200, "samples": 1})
+    assert "nats a token" in shown and (folder / "report" / "evaluation.html").exists()
+
+
+def test_kaggles_kernel_makes_wheels_of_a_checkout(folder):
+    copy = folder / "checkout"
+    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".venv", "runs", ".git", "*.egg-info", "build", "dist"))
+    run(KAGGLE / "wheels" / "wheels.ipynb", folder, {"package": "./checkout"})
+    assert [path.name.split("-")[0] for path in (folder / "wheels").glob("*.whl")] == ["multigpu_ft"]
