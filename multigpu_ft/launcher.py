@@ -185,7 +185,7 @@ class Run:
         self.dir.request_stop(why)
         asked = time.monotonic()
         recent = self.dir.recent_metrics(2)
-        step_s = recent[-1]["step_s"] if recent else 0.0
+        step_s = recent[-1].get("step_s", 0.0) if recent else 0.0  # a generation has steps of its own kind
         busy = 0.0  # when a rank was last seen saving
         alone = self.config.nnodes == 1  # else other nodes have to hear of it
         while self._alive():
@@ -240,7 +240,7 @@ class Run:
         return shlex.join(["papermill", str(recipe()), f"slice-{first}.ipynb", *words])
 
     def _line(self) -> str:
-        return progress_line(self.name, self.status, self.dir.recent_metrics(20))
+        return progress_line(self.name, {**self.status, "state": self.state}, self.dir.recent_metrics(20))
 
     def _is_elsewhere(self, status: dict[str, Any]) -> bool:
         return not self._agent and status.get("host", socket.gethostname()) != socket.gethostname()
