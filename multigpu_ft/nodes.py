@@ -39,7 +39,7 @@ _RETRY_S = 1.0
 def split_address(rdzv: str) -> tuple[str, int]:
     "Host and port of `host:port`, or `[host]:port` for an IPv6 address. Raises `ConfigError`."
     host, colon, port = rdzv.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 2**16:
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"rdzv={rdzv!r} is not of the form 'host:port', an address of node 0 that all nodes reach, such as '10.0.0.1:29400'.")
     host = host.removeprefix("[").removesuffix("]")
     if _is_literal(host) and ipaddress.ip_address(host).is_unspecified:
@@ -259,12 +259,12 @@ class Host:
             return f"node_rank={node}, but nnodes={cfg.nnodes}: the nodes are 0 to {cfg.nnodes - 1}, and each number is taken once.", False
         if known and time.monotonic() - known.heard < 3 * _BEAT_S:
             return f"node_rank={node} is taken by {self._who[node]}, which is there; give each node a number of its own.", True
-        there = join["config"]
+        there, host = join["config"], join["host"]
         differ = [f"{k}={there.get(k)!r} there, {v!r} on node 0" for k, v in _comparable(cfg).items() if there.get(k) != v]
         differ += [f"{k} {join['versions'].get(k)} there, {v} on node 0" for k, v in _versions().items() if join["versions"].get(k) != v]
         if join["nproc"] != cfg.nproc:
             differ.append(f"{join['nproc']} processes there, {cfg.nproc} on node 0: nproc says how many")
-        return (f"node {node} ({join['host']}) is not set up as node 0 is: {'; '.join(differ)}." if differ else None), False
+        return (f"node {node} ({host}) is not set up as node 0 is: {'; '.join(differ)}." if differ else None), False
 
     def _gather(self) -> dict[str, Any] | None:
         "Wait for all nodes. Returns the failure if they do not come."
