@@ -127,10 +127,11 @@ class _VLLM:
 
     def __init__(self, cfg: RunConfig, assignment: Assignment, subject: Subject | None, world: World, tokenizer: Any) -> None:
         self._cfg, self._subject, self._world = cfg, subject, world
-        path = str(subject.path) if subject and not subject.has_adapter else cfg.model
-        self.config = AutoConfig.from_pretrained(path)
+        merged = subject and not subject.has_adapter
+        path, revision = (str(subject.path), None) if merged else (cfg.model, cfg.revision)
+        self.config = AutoConfig.from_pretrained(path, revision=revision)
         try:
-            self.settings = GenerationConfig.from_pretrained(path)
+            self.settings = GenerationConfig.from_pretrained(path, revision=revision or "main")
         except OSError:  # it has none
             self.settings = GenerationConfig()
         self.about = {"dtype": cfg.dtype, "quantization": "none", "engine": assignment.engine}

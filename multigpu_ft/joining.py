@@ -50,14 +50,11 @@ def node_settings(cfg: RunConfig) -> RunConfig:
     return cfg.replace(nproc=cfg.nproc or visible_gpus() or 2)
 
 # %% ../nbs/09j_joining.ipynb #24aa8f75
-_SILENT_S = 60.0
+_SILENT_S, _LOOK_S = 60.0, 3.0
 _MAY_CHANGE = (  # from one start to the next: nothing that is trained depends on it
     "run_root", "nproc", "nnodes", "batch_size", "accum_steps", "timeout_s", "join_timeout_s", "max_restarts", "max_hours", "save_every", "save_minutes",
     "save_failure", "keep", "disk_budget_gb", "tracker", "log_every", "memory_check", "resume_file", "run_name",
 )
-
-
-_LOOK_S = 3.0
 
 
 def _is_running(node_dir: RunDir) -> bool:

@@ -28,7 +28,6 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-
 def age(seconds: float) -> str:
     "12 s, 5 min, 3 h, 2 days"
     for limit, unit, word in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):

@@ -6,6 +6,7 @@
 __all__ = ['Assignment', 'answer_key', 'Shard', 'read_shards', 'load_reward', 'rewarded', 'validation_questions', 'write_records']
 
 # %% ../nbs/07c_records.ipynb #7f06f389
+import errno
 import hashlib
 import importlib
 import json
@@ -75,7 +76,7 @@ class Shard:
         "Raises `OSError` on a full disk."
         data = (json.dumps({**line, "time": time.time()}, ensure_ascii=False) + "\n").encode()
         if os.write(self._file, data) != len(data):
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         os.close(self._file)
