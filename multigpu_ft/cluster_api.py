@@ -119,8 +119,9 @@ def submit(manifests: list[dict[str, Any]]) -> tuple[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             from kubernetes.client import ApiException
+            from urllib3.exceptions import HTTPError
         except ImportError:
-            _connect()
+            _connect()  # says what to install
         cluster, remarks, sent = _Cluster(folder), [], []
         try:
             for manifest in manifests:
@@ -135,8 +136,9 @@ def submit(manifests: list[dict[str, Any]]) -> tuple[str, list[str]]:
                     remarks.append(f"namespace {manifest['metadata']['name']} was left as it is: {_said(error)}")
                 else:
                     sent.append(f"{manifest['kind']} {manifest['metadata']['name']}")
-        except ApiException as error:
+        except (ApiException, HTTPError) as error:
             about = f"{manifest['kind']} {manifest['metadata']['name']}"
             before = f" Sent before: {', '.join(sent)}." if sent else ""
-            raise ConfigError(f"the cluster at {cluster.host} refuses {about}: {_said(error)}.{before}") from None
+            what = f"refuses {about}: {_said(error)}" if isinstance(error, ApiException) else f"did not answer to {about}: {error}"
+            raise ConfigError(f"the cluster at {cluster.host} {what}.{before}") from None
     return cluster.host, remarks

@@ -285,7 +285,7 @@ class Api:
     }
 
     def __init__(self):
-        self.objects, self.sent, self.minor, self.kinds, self.refused = {}, [], "36+", dict(self.KINDS), {}
+        self.objects, self.sent, self.minor, self.kinds, self.refused, self.lost = {}, [], "36+", dict(self.KINDS), {}, None
         api = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -318,6 +318,9 @@ class Api:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if reason := api.refused.get(body["kind"]):
                     return self.answer(*reason)
+                if body["kind"] == api.lost:
+                    self.close_connection = True  # without a word
+                    return None
                 api.sent.append((path, query, self.headers["Content-Type"], body))
                 api.objects[path] = body
                 self.answer(body)
@@ -384,7 +387,10 @@ def test_what_a_cluster_refuses_is_told(api):
     api.refused = {"NetworkPolicy": ("networkpolicies is forbidden: User u cannot patch", 403)}
     with pytest.raises(ConfigError, match="refuses NetworkPolicy opt-tiny-0-5000-node: networkpolicies is forbidden: User u cannot patch. Sent before: Name"):
         deploy_kubernetes(*CASES["builtin"], submit=True)
-    api.refused = {"Namespace": ("namespaces is forbidden", 403)}
+    api.refused, api.lost = {}, "NetworkPolicy"
+    with pytest.raises(ConfigError, match="did not answer to NetworkPolicy opt-tiny-0-5000-node: .* Sent before: Name"):
+        deploy_kubernetes(*CASES["builtin"], submit=True)
+    api.refused, api.lost = {"Namespace": ("namespaces is forbidden", 403)}, None
     deployed = deploy_kubernetes(*CASES["builtin"], submit=True)
     assert deployed.remarks == ["namespace multigpu-ft was left as it is: namespaces is forbidden"] and "! namespace" in repr(deployed)
     api.minor = "30"
