@@ -242,6 +242,8 @@ def generate(
     output = _output("output", output)
     folder = output.with_name(output.name + ".run")
     val_path = _output("val_output", val_output, folder) if val_output is not None else None
+    if val_path == output:
+        raise ConfigError(f"val_output={str(val_path)!r} is output, too; answers to the questions for validation need a file of their own.")
     subject = _find_subject(run, model, checkpoint, hf_repo, run_root)
     if subject and subject.config.task == "classification":
         raise ConfigError(f"{subject.name} classifies texts; it writes none.")

@@ -179,7 +179,7 @@ def count(name: str, value: Any, low: int) -> int:
     "`value` as a whole number from `low` on. Raises `ConfigError` if it is none."
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = low - 1
     if number < low or number != float(value):
         raise ConfigError(f"{name}={value!r}: a whole number from {low} on is expected.")
