@@ -29,7 +29,7 @@ from .failures import RunFailed
 from .launcher import launch
 
 # %% ../nbs/11a_checkup.ipynb #4ad59cf1
-_COLOURS = {"ok": "#1a7f4b", "warn": "#9a6700", "bad": "#c0352b"}  # white text on each has a contrast of 4.5 at least
+_COLORS = {"ok": "#1a7f4b", "warn": "#9a6700", "bad": "#c0352b"}  # white text on each has a contrast of 4.5 at least
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Checkup:
         cell = "text-align:left;vertical-align:top;padding:4px 12px 4px 0;border:0;white-space:normal"
         lines = []
         for row in self.rows:
-            mark = f"background:{_COLOURS[row.state]};color:#fff;border-radius:3px;padding:1px 6px;font-weight:bold"
+            mark = f"background:{_COLORS[row.state]};color:#fff;border-radius:3px;padding:1px 6px;font-weight:bold"
             texts = [f'<span style="{mark}">{row.state}</span>', *map(html.escape, (row.name, row.found, row.remedy))]
             lines.append("<tr style='background:none'>" + "".join(f'<td style="{cell}">{text}</td>' for text in texts) + "</tr>")
         head = "".join(f'<th style="{cell}">{text}</th>' for text in ("", "what", "found", "what to do"))

@@ -23,7 +23,7 @@ from .config import PRESET_NEEDS, PRESETS, ConfigError, RunConfig, refuse_secret
 from .estimates import estimate
 from .evaluation import evaluate
 from .failures import RunFailed
-from .kubernetes_job import deploy_kubernetes
+from .kubernetes_job import BAD_SETTINGS_EXIT_CODE, deploy_kubernetes
 from .launcher import Run, Runs, Terminated, launch, runs
 from .rundir import STOPPED_EXIT_CODE
 from .sagemaker_job import deploy_sagemaker
@@ -274,13 +274,10 @@ def _interrupt(number: int, frame: Any) -> None:
     raise Terminated
 
 
-_MISTAKE_EXIT_CODE = 78  # EX_CONFIG of sysexits.h
-
-
 def _exit_code_of_job(error: Exception, node_rank: str | None) -> int:
     "What a cluster should know of a failure under `--as-job`: trying again does not help, or it was another node that failed, or else."
     if isinstance(error, ConfigError):
-        return _MISTAKE_EXIT_CODE
+        return BAD_SETTINGS_EXIT_CODE
     elsewhere = isinstance(error, RunFailed) and error.node_rank is not None and str(error.node_rank) != node_rank
     return STOPPED_EXIT_CODE if elsewhere else 1
 
