@@ -67,7 +67,8 @@ class Slices:
     def runs(self, start_idx: int | None = None) -> list[Run]:
         "Its runs, or those of the slice that begins at row `start_idx`, oldest first."
         found = [Run(path.parent) for path in self.folder.glob("*/config.json")]
-        found = [run for run in found if not difference(fingerprint(run.config), fingerprint(self.config))]  # another folder may have data of the same name
+        own = fingerprint(self.config)
+        found = [run for run in found if not difference(fingerprint(run.config), own)]  # another folder may have data of the same name
         mine = [run for run in found if start_idx is None or run.config.start_idx == start_idx]
         return sorted(mine, key=lambda run: run.status.get("launched", 0))
 
