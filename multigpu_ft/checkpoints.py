@@ -202,9 +202,10 @@ class CheckpointWriter:
             return error
         except Exception as error:  # whatever it is, it must not end training unheard
             free = shutil.disk_usage(self._run_dir.path).free
+            where = f"node {self._world.node_rank}, in " if self._world.nodes > 1 else ""
             reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
             return CheckpointError(
-                f"checkpoint {save.name} could not be written: {reason}. It needs {save.bytes:,} bytes, {self._run_dir.path} has {free:,} bytes free; "
+                f"checkpoint {save.name} could not be written: {reason}. It needs {save.bytes:,} bytes, {where}{self._run_dir.path} has {free:,} bytes free; "
                 "older checkpoints are intact."
             )
 
@@ -286,8 +287,11 @@ def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | N
         room, limit = cfg.disk_budget_gb * 1e9 - held, f"disk_budget_gb={cfg.disk_budget_gb:g} already holds {held / 2**30:.1f} GiB"
     world = strategy.world
     fits = room // each if keeps else math.inf if free >= each / world.nodes else 0
-    more, held = int(-world.max(-fits)), world.from_main(held)
+    told = world.gather(fits, free)
+    least = min(range(world.size), key=lambda rank: told[rank][0])
+    more, held, node = int(told[least][0]), world.from_main(held), least // world.local_size
     if more < 1:
+        limit = f"node {node} has {told[least][1] / 2**30:.1f} GiB free, for its part of one" if node else world.from_main(limit)
         raise CheckpointError(
             f"a checkpoint needs {each / 2**30:.1f} GiB and the export {export / 2**30:.1f} GiB, but {limit}: "
             "delete or move away older runs, or move run_root to a larger disk."
