@@ -45,6 +45,12 @@ def _take(arguments: list[str], flag: str) -> str | None:
     return None
 
 
+_BESIDE = {  # what a verb takes beside the fields, and tyro does not know of
+    "train": " --node-rank N and --rdzv HOST:PORT are of one machine among several. --force starts what is estimated not to fit.",
+    "estimate": " --gpus COUNT and --gpu-memory-gib T4 (a name, or GiB) are where it would run.", "slices": " --size is --slice-size.",
+}
+
+
 def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
     "The configuration that `arguments` spell out. Raises `ConfigError`; exits with usage for an unknown flag."
     arguments = list(arguments)
@@ -54,7 +60,7 @@ def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
     default = RunConfig.preset(preset) if preset else _read_config(file) if file else RunConfig()
     if model := _take(list(arguments), "--model"):
         default = default.replace(model=model)  # the default learning rate is the model's, and tyro passes on the default's
-    description = "Fine-tune a model. --preset NAME starts from a preset, --config FILE from the settings in a JSON file."
+    description = "Fine-tune a model. --preset NAME starts from a preset, --config FILE from the settings in a JSON file." + _BESIDE[verb]
     return tyro.cli(RunConfig, args=arguments, default=default, prog=f"multigpu-ft {verb}", description=description)
 
 

@@ -37,5 +37,5 @@ def test_failures_end_non_zero_with_one_message(tmp_path):
 
 def test_help_is_made_from_the_fields(tmp_path):
     shown = multigpu_ft("train", "--help", cwd=tmp_path)
-    assert shown.returncode == 0 and "--start-idx" in shown.stdout and "first row of the slice" in shown.stdout
+    assert shown.returncode == 0 and "--start-idx" in shown.stdout and "first row of the slice" in shown.stdout and "--node-rank N" in shown.stdout
     assert "opt-1.3b-arxiv" in multigpu_ft("presets", cwd=tmp_path).stdout

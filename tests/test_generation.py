@@ -168,7 +168,7 @@ def test_kills_lose_and_repeat_nothing(models, tmp_path):
 def test_stopped_and_gone_on_with(models, tmp_path):
     output = tmp_path / "a.jsonl"
     running = start(models, output, num_questions=40, num_sequences_per_question=100)
-    until(lambda: lines(output), 120, "an answer")
+    until(RunDir(tmp_path / "a.jsonl.run").metrics, 120, "a line about the speed")
     running.send_signal(signal.SIGTERM)
     said = running.communicate()[0]
     assert running.returncode == 75 and "the same call again makes the rest" in said and not output.exists()
