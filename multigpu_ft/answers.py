@@ -56,7 +56,8 @@ class Answers(Sequence[dict[str, Any]]):
 
     def _read(self) -> list[dict[str, Any]]:
         if self._records is None:
-            self._records = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()] if self.state == "done" else []
+            lines = self.path.read_text(encoding="utf-8").split("\n") if self.state == "done" else []  # splitlines would also cut at what a model may write
+            self._records = [json.loads(line) for line in lines if line]
         return self._records
 
     def _lines(self) -> list[tuple[str, str]]:

@@ -420,7 +420,7 @@ class Form:
         try:
             run.wait(panel=self._place or False)
         except Exception as error:
-            why = f": {str(error).splitlines()[0]}"
+            why = f": {next(iter(str(error).splitlines()), type(error).__name__)}"
         self._busy, self._remark = "", f"<div>{escape(f'{run.name}: {run.state}{why}')}</div>"
         self._draw()
 
