@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 # %% auto #0
 __all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'PRESETS', 'PRESET_NEEDS', 'ConfigError', 'DataError', 'ModelError',
@@ -19,30 +19,36 @@ __all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'PRESETS', 'PRESET_NEEDS', 'Confi
            'did_you_mean']
 
 # %% ../nbs/00_config.ipynb #74aa888d
-class ConfigError(ValueError):
+class _Refusal(ValueError):
+    def __init__(self, message: str) -> None:
+        text = message.encode("utf-8", "backslashreplace").decode()  # a frontend cannot show half a character
+        super().__init__(text if len(text) <= 1900 else f"{text[:1200]} [...] {text[-600:]}")
+
+
+class ConfigError(_Refusal):
     "A setting that is unknown, out of range or in conflict with another one."
 
 
-class DataError(ValueError):
+class DataError(_Refusal):
     "A dataset that is missing, malformed, or does not hold what the configuration asks for."
 
 
-class ModelError(ValueError):
+class ModelError(_Refusal):
     "A model or tokenizer that cannot be found or cannot be used."
 
 
-class CheckpointError(ValueError):
+class CheckpointError(_Refusal):
     "A checkpoint that is missing, damaged, or belongs to another model or dataset."
 
 
-class NodesError(ValueError):
+class NodesError(_Refusal):
     "Machines of one run that do not find each other."
 
 # %% ../nbs/00_config.ipynb #d0bd5457
 _SECRET_NAME = re.compile(r"^(?!max_new_tokens$)(.*_)?(token|api_?key|access_key|secret|password|passwd|credentials?)s?(_|$)", re.I)
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}"
-    r"|wandb_v1_\w{16,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
+    r"|wandb_v1_\w{16,}|eyJ[\w-]{8,999}\.eyJ[\w-]{8,}\.[\w-]+)"
 )
 _BARE_HEX_KEY = re.compile(r"^[0-9a-f]{40}$")  # a W&B key; a git commit looks the same, so revisions may
 _SECRET_REMEDY = (
@@ -56,9 +62,7 @@ def refuse_secrets(values: dict[str, Any]) -> None:
     for name, value in values.items():
         if _SECRET_NAME.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)):  # hfToken is hf_Token
             raise ConfigError(f"{name!r} looks like a secret; {_SECRET_REMEDY}.")
-        if isinstance(value, str) and (
-            _SECRET_VALUE.search(value) or (_BARE_HEX_KEY.match(value) and "revision" not in name)
-        ):
+        if isinstance(value, str) and (_SECRET_VALUE.search(value) or (_BARE_HEX_KEY.match(value) and "revision" not in name)):
             raise ConfigError(f"the value of {name!r} has the shape of an access token; {_SECRET_REMEDY}.")
 
 
@@ -70,9 +74,7 @@ def hide_secrets(text: str) -> str:
     return _SECRET_VALUE.sub("***", text)
 
 # %% ../nbs/00_config.ipynb #d75e2439
-def _field(
-    default: Any, group: str, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
-) -> Any:
+def _field(default: Any, group: str, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
     return Field(default, description=help, ge=low, le=high, gt=above, json_schema_extra={"group": group})
 
 
@@ -90,7 +92,7 @@ class RunConfig(BaseModel):
     Raises `ConfigError` for an unknown name, a value out of its bounds, settings that contradict each other, or a secret.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False)
 
     run_root: str = _field("runs", "run", "folder that holds the run directories")
     run_name: str | None = _field(None, "run", "name of the run directory; empty: model and slice. A number is added if it is taken")
@@ -203,7 +205,7 @@ class RunConfig(BaseModel):
         None, "tracking", "stop after so many evaluations in a row without a lower loss, and take the best one (keep_best); empty: never (evaluations)", low=1
     )
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         refuse_secrets(values)
         try:
             super().__init__(**values)
@@ -220,6 +222,15 @@ class RunConfig(BaseModel):
             values = {**values, "learning_rate": default}
         return values
 
+    @field_validator("*")
+    @classmethod
+    def _check_value(cls, value: Any) -> Any:
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise ValueError("half a character, or the character NUL, cannot be in it")
+        if isinstance(value, int) and value > _NO_END:
+            raise ValueError(f"input should be at most {_NO_END}, and is beyond all that is counted here")
+        return value
+
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
         if self.strategy == "single" and (self.nproc or 1) > 1:
@@ -228,8 +239,8 @@ class RunConfig(BaseModel):
             raise ValueError(f"strategy='single' runs 1 process, but nnodes={self.nnodes} machines are to train together; use strategy='ddp' or 'fsdp'")
         if self.sharding == "hybrid_shard" and self.strategy not in ("auto", "fsdp"):
             raise ValueError(f"sharding='hybrid_shard' is a way of fsdp, not of strategy={self.strategy!r}; use strategy='fsdp'")
-        if self.run_name and not re.fullmatch(r"[\w.-]+", self.run_name):
-            raise ValueError(f"run_name={self.run_name!r} may hold letters, digits, '.', '_' and '-' only, since it names a folder")
+        if self.run_name and not re.fullmatch(r"(?!\.+$)[\w.-]{1,120}", self.run_name):
+            raise ValueError(f"run_name={self.run_name!r} may hold letters, digits, '.', '_' and '-' only, 120 at most, since it names a folder")
         if self.optimizer == "adamw_8bit" and self.strategy == "fsdp":
             raise ValueError("optimizer='adamw_8bit' keeps its state in blocks that cannot be sharded; use strategy='ddp' or 'single', or optimizer='adamw'")
         self._check_tuning()
@@ -238,7 +249,7 @@ class RunConfig(BaseModel):
             raise ValueError("packing='packed' puts several texts into a row, which has one label; use packing='auto', 'padded' or 'bucketed'")
         self._check_evaluation()
         self._check_tracking()
-        if self.hf_repo and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hf_repo):
+        if self.hf_repo and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.hf_repo):
             raise ValueError(f"hf_repo={self.hf_repo!r} is not of the form 'user/name'")
         if self.schedule_end_idx is not None and not self.schedule_start_idx <= self.start_idx < self.schedule_end_idx:
             raise ValueError(
@@ -323,9 +334,7 @@ class RunConfig(BaseModel):
     def _check_tuning(self) -> None:
         wanted = {"qlora": "4bit", "lora8bit": "8bit"}.get(self.tuning, self.quantization)
         if self.quantization not in ("auto", wanted):
-            raise ValueError(
-                f"tuning={self.tuning!r} means quantization={wanted!r}, not {self.quantization!r}; leave quantization on 'auto', or use tuning='lora'"
-            )
+            raise ValueError(f"tuning={self.tuning!r} means quantization={wanted!r}, not {self.quantization!r}; leave quantization on 'auto', or tuning='lora'")
         if self.tuning == "full" and wanted in ("8bit", "4bit"):
             raise ValueError(
                 f"weights in {wanted} cannot be trained themselves; use tuning={'qlora' if wanted == '4bit' else 'lora8bit'!r}, which trains an adapter on them"
@@ -343,16 +352,15 @@ class RunConfig(BaseModel):
         "Only what differs from the defaults, so that a cell's output stays readable."
         plain = type(self).model_construct()
         for name, value in super().__repr_args__():
-            if name != "learning_rate" and value != getattr(plain, name):
-                yield name, value
-            elif name == "learning_rate" and value not in (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR):
+            usual = (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR) if name == "learning_rate" else (getattr(plain, name),)
+            if value not in usual:
                 yield name, value
 
     @classmethod
-    def preset(cls, name: str, **overrides: Any) -> RunConfig:
+    def preset(cls, name: str, /, **overrides: Any) -> RunConfig:
         "The preset `name` with `overrides` on top. Raises `ConfigError` for an unknown name; `PRESETS` lists them."
         if name not in PRESETS:
-            raise ConfigError(f"there is no preset {name!r}{did_you_mean(name, PRESETS)}; the presets are: {', '.join(PRESETS)}.")
+            raise ConfigError(f"there is no preset {name!r}{did_you_mean(str(name), PRESETS)}; the presets are: {', '.join(PRESETS)}.")
         return cls(**{**PRESETS[name], **overrides})
 
     @classmethod
@@ -368,7 +376,7 @@ class RunConfig(BaseModel):
         values = {k: v for k, v in named.items() if k not in ignore and not (k in cls.model_fields and v is None)}
         return cls.preset(preset, **values) if preset else cls(**values)
 
-    def replace(self, **changes: Any) -> RunConfig:
+    def replace(self, /, **changes: Any) -> RunConfig:
         "A copy with `changes`, validated anew. With another `model` or `tuning`, a learning rate that was the default becomes theirs."
         values = self.model_dump()
         if changes.keys() & {"model", "tuning"} and self.learning_rate == RunConfig(model=self.model, tuning=self.tuning).learning_rate:
@@ -399,10 +407,7 @@ class RunConfig(BaseModel):
 
 def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
     "What a parameters cell sets: text, numbers, truth values and `None` of `namespace`, its `globals()`, without leading underscores. Refuses secrets."
-    named = {
-        k: v for k, v in namespace.items()
-        if not k.startswith(("_", "PAPERMILL_")) and (v is None or isinstance(v, (str, int, float, bool)))
-    }
+    named = {k: v for k, v in namespace.items() if not k.startswith(("_", "PAPERMILL_")) and (v is None or isinstance(v, (str, int, float, bool)))}
     refuse_secrets(named)
     return named
 
@@ -421,10 +426,11 @@ def _explain(error: ValidationError) -> str:
         name = str(e["loc"][0]) if e["loc"] else ""
         if e["type"] == "extra_forbidden":
             lines.append(f"unknown parameter {name!r}{did_you_mean(name, RunConfig.model_fields)}; `RunConfig.model_fields` lists the known ones.")
-        elif not name:
-            lines.append(str(e["ctx"]["error"]) + ".")
+        elif name not in RunConfig.model_fields:
+            lines.append(f"{e.get('ctx', e).get('error', e['msg'])}.")
         else:
-            why = e["msg"][0].lower() + e["msg"][1:]
+            why = e["msg"].removeprefix("Value error, ")
+            why = why[0].lower() + why[1:]
             lines.append(f"{name}={e['input']!r}: {why} ({RunConfig.model_fields[name].description}).")
     return "\n".join(lines)
 
