@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .config import DataError, RunConfig
-from .data import load_rows
+from .data import load_rows, whole_text
 from .tokens import asking
 
 # %% ../nbs/07b_questions.ipynb #7a90d9a2
@@ -78,13 +78,14 @@ def _messages(row: dict[str, Any], messages_field: str, question_field: str, pla
         text = row[question_field]
         if text is not None and not isinstance(text, str):
             raise DataError(f"{place}: {question_field!r} must be text, this is {type(text).__name__} {str(text)[:40]!r}.")
-        return [{"role": "user", "content": text or ""}]
+        return [{"role": "user", "content": whole_text(text or "", question_field, place)}]
     messages = row[messages_field] or []
     if not isinstance(messages, list):
         raise DataError(f"{place}: a conversation is a list of messages, this is {type(messages).__name__} {str(messages)[:40]!r}.")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise DataError(f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, this is {str(message)[:60]!r}.')
+        whole_text(message["role"] + message["content"], "content", f"{place}, message {number}")
     return messages
 
 # %% ../nbs/07b_questions.ipynb #fbc87c27
