@@ -124,6 +124,15 @@ class Toleration(_Section):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
 
 
+class _Loader(yaml.SafeLoader):
+    "Safe, and without references, by which a few lines stand for more than any memory holds."
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "references (*name) are not taken here, write the value out", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+
 class Resources(_Section):
     """What a run gets from a cluster. `Resources.read` makes one of a file.
 
@@ -142,7 +151,7 @@ class Resources(_Section):
     node_selector: dict[str, Annotated[str, AfterValidator(_label)]] = Field({}, description="labels that a node must have")
     tolerations: list[Toleration] = Field([], description="taints of nodes that the run may go to; nvidia.com/gpu is among them")
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         _refuse_tokens(values)
         try:
             super().__init__(**values)
@@ -157,13 +166,15 @@ class Resources(_Section):
         if isinstance(source, dict):
             return cls(**source)
         try:
-            values = yaml.safe_load(Path(source).read_text())
+            values = yaml.load(Path(source).read_text(encoding="utf-8"), _Loader)
         except OSError as error:
             raise ConfigError(f"resources={str(source)!r} cannot be read: {error.strerror}. Name a YAML file; nbs/examples/resources.yaml is one.") from None
         except yaml.YAMLError as error:
             place = getattr(error, "problem_mark", None)  # the error's own text would show the line, and what is in it
             where = f", line {place.line + 1}" if place else ""
             raise ConfigError(f"resources={str(source)!r} is no YAML{where}: {getattr(error, 'problem', 'see there')}.") from None
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:  # PyYAML's, of a date, a number or a tag that is none
+            raise ConfigError(f"resources={str(source)!r} is no YAML that can be read: {error}.") from None
         if not isinstance(values, dict):
             raise ConfigError(f"resources={str(source)!r} holds a {type(values).__name__}, not keys such as image, replicas and resources.")
         return cls(**{str(key): value for key, value in values.items()})
