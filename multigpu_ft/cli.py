@@ -8,6 +8,7 @@ __all__ = ['parse_config', 'describe', 'main']
 # %% ../nbs/13_cli.ipynb #55d03724
 import inspect
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def _take(arguments: list[str], flag: str) -> str | None:
         name, equals, value = argument.partition("=")
         if name == flag:
             if not equals and i + 1 == len(arguments):
-                raise ValueError(f"{flag} needs a value")
+                raise ConfigError(f"{flag} needs a value after it.")
             value = value if equals else arguments[i + 1]
             del arguments[i : i + (1 if equals else 2)]
             return value
@@ -74,7 +75,7 @@ def _refuse_secrets(arguments: list[str]) -> None:
 
 def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
     force, node_rank, rdzv = "--force" in arguments, _take(arguments, "--node-rank"), _take(arguments, "--rdzv")
-    if node_rank is not None and not node_rank.isdigit():
+    if node_rank is not None and not re.fullmatch("[0-9]{1,9}", node_rank):
         raise ConfigError(f"--node-rank {node_rank!r} is no number of a node; they are counted from 0.")
     cfg = parse_config([a for a in arguments if a != "--force"])
     run = launch(cfg, force=force, node_rank=node_rank and int(node_rank), rdzv=rdzv)
@@ -122,7 +123,7 @@ def describe(run: Run) -> str:
 
 def _estimate(arguments: list[str], as_json: bool) -> dict[str, Any]:
     gpus, memory = _take(arguments, "--gpus"), _take(arguments, "--gpu-memory-gib")
-    if gpus is not None and not gpus.lstrip("-").isdigit():
+    if gpus is not None and not re.fullmatch("-?[0-9]{1,9}", gpus):
         raise ConfigError(f"--gpus {gpus!r} is no number of GPUs.")
     found = estimate(parse_config(arguments, "estimate"), gpus and int(gpus), memory)
     if not as_json:
@@ -242,7 +243,7 @@ def _read_config(path: str | Path) -> RunConfig:
         values = json.loads(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"config={str(path)!r} cannot be read: {error.strerror}. Name a JSON file with fields of RunConfig, as config.json.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"config={str(path)!r} is no JSON: {error}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"config={str(path)!r} holds a {type(values).__name__}, not an object with fields of RunConfig.")
@@ -302,7 +303,7 @@ def main() -> None:
         print(f"usage: multigpu-ft {{{','.join(_VERBS)}}} [--help] [--json] ...")
         return
     if verb not in _VERBS:
-        sys.exit(f"multigpu-ft: there is no verb {verb!r}; the verbs are: {', '.join(_VERBS)}.")
+        sys.exit(str(ConfigError(f"multigpu-ft: there is no verb {verb!r}; the verbs are: {', '.join(_VERBS)}.")))
     as_json, as_job = "--json" in arguments, "--as-job" in arguments
     signal.signal(signal.SIGTERM, _interrupt)
     try:

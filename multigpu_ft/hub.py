@@ -206,7 +206,7 @@ def check_access(cfg: RunConfig, answer_s: float = _ANSWER_S) -> list[str]:
     return []
 
 # %% ../nbs/04e_hub.ipynb #6bf0035a
-_SPEC = re.compile(rf"{HUB_PREFIX}([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?")
+_SPEC = re.compile(rf"{HUB_PREFIX}(\w[\w.-]*/\w[\w.-]*?)(?:@([\w.-]+))?")
 _NAME = re.compile(r"\w[\w.-]*")
 _FILE = re.compile(r"rank\d{1,6}\.safetensors|progress\.json")
 _MOST_JSON = 64 * 2**20  # bytes; progress.json has a line for each number the optimizer keeps

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -38,13 +39,12 @@ _RETRY_S = 1.0
 
 def split_address(rdzv: str) -> tuple[str, int]:
     "Host and port of `host:port`, or `[host]:port` for an IPv6 address. Raises `ConfigError`."
-    host, colon, port = rdzv.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    found = re.fullmatch(r"(\[)?([0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w-]+)?|[\w-]{1,63}(?:\.[\w-]{1,63})*)(?(1)\]):([0-9]{1,5})", rdzv, re.A)
+    if not found or len(rdzv) > 253 or not 0 < int(found[3]) < 2**16:
         raise ConfigError(f"rdzv={rdzv!r} is not of the form 'host:port', an address of node 0 that all nodes reach, such as '10.0.0.1:29400'.")
-    host = host.removeprefix("[").removesuffix("]")
-    if _is_literal(host) and ipaddress.ip_address(host).is_unspecified:
+    if _is_literal(found[2]) and ipaddress.ip_address(found[2]).is_unspecified:
         raise ConfigError(f"rdzv={rdzv!r} is every address and none that other nodes could call; name the one of node 0 that they reach.")
-    return host, int(port)
+    return found[2], int(found[3])
 
 
 def own_addresses() -> dict[str, str]:
@@ -253,10 +253,10 @@ class Host:
 
     def _problem(self, peer: Peer, join: dict[str, Any]) -> tuple[str | None, bool]:
         "Why a node cannot take part, and whether it might a moment later."
-        node, cfg = join["node_rank"], self._cfg
+        node, cfg, _ = join["node_rank"], self._cfg, join["host"]
         known = self._joined.get(node)
         if type(node) is not int or not 0 < node < cfg.nnodes:
-            return f"node_rank={node}, but nnodes={cfg.nnodes}: the nodes are 0 to {cfg.nnodes - 1}, and each number is taken once.", False
+            return f"node_rank={node!r}, but nnodes={cfg.nnodes}: the nodes are 0 to {cfg.nnodes - 1}, and each number is taken once.", False
         if known and time.monotonic() - known.heard < 3 * _BEAT_S:
             return f"node_rank={node} is taken by {self._who[node]}, which is there; give each node a number of its own.", True
         there, host = join["config"], join["host"]
@@ -264,7 +264,7 @@ class Host:
         differ += [f"{k} {join['versions'].get(k)} there, {v} on node 0" for k, v in _versions().items() if join["versions"].get(k) != v]
         if join["nproc"] != cfg.nproc:
             differ.append(f"{join['nproc']} processes there, {cfg.nproc} on node 0: nproc says how many")
-        return (f"node {node} ({host}) is not set up as node 0 is: {'; '.join(differ)}." if differ else None), False
+        return (str(NodesError(f"node {node} ({host}) is not set up as node 0 is: {'; '.join(differ)}.")) if differ else None), False
 
     def _gather(self) -> dict[str, Any] | None:
         "Wait for all nodes. Returns the failure if they do not come."

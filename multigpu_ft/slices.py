@@ -39,6 +39,7 @@ def _mean_loss(metrics: list[dict[str, Any]]) -> float | None:
     return round(sum(losses) / len(losses), 4) if losses else None
 
 # %% ../nbs/10a_slices.ipynb #5f473821
+_MOST = 10_000  # slices
 _SHOWN = 10  # steps at a slice's beginning and end whose mean loss the table tells
 
 
@@ -53,7 +54,11 @@ class Slices:
         num_rows = count_rows(cfg)
         if num_rows is None and cfg.end_idx is None:
             raise DataError(f"dataset {cfg.dataset!r} is on the Hub, so how many rows it has is not known here; name the end of the series with end_idx.")
+        if num_rows is None and not 0 <= cfg.start_idx < cfg.end_idx:
+            raise DataError(f"start_idx={cfg.start_idx}, end_idx={cfg.end_idx}: no series; start_idx must be 0 or more, and below end_idx.")
         end = cfg.end_idx if num_rows is None else cfg.replace(slice_size=num_rows).slice_end(num_rows)
+        if (count := -(-(end - cfg.start_idx) // cfg.slice_size)) > _MOST:
+            raise DataError(f"rows {cfg.start_idx}-{end} are {count:,} slices of slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most.")
         self.folder = Path(cfg.run_root).absolute() / f"slices_{short_name(cfg.model)}_{short_name(Path(cfg.dataset).stem)}_{cfg.slice_size}"
         spans = {} if cfg.lr_scheduler == "constant" or cfg.schedule_end_idx else {"schedule_start_idx": cfg.start_idx, "schedule_end_idx": end}
         self.config = cfg.replace(run_root=str(self.folder), **spans)

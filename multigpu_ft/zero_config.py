@@ -120,7 +120,7 @@ def _parse(cfg: RunConfig) -> dict[str, Any]:
         settings = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
     except OSError as error:
         raise ConfigError(f"{_said(cfg)} cannot be read: {error.strerror}. Name a JSON file, or leave it empty.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{_said(cfg)} is no JSON: {error}.") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{_said(cfg)} holds a {type(settings).__name__}, not an object with DeepSpeed's settings.")
