@@ -6,7 +6,6 @@
 __all__ = ['notebook_shell', 'loss_figure', 'figures_as_png', 'save_png', 'Curve', 'curve_svg']
 
 # %% ../nbs/09b_figures.ipynb #c4cc8fae
-import json
 import math
 import sys
 from collections import deque
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .pictures import png_bytes
+from .rundir import whole_records
 
 # %% ../nbs/09b_figures.ipynb #32ad29c9
 def notebook_shell() -> Any:
@@ -102,7 +102,8 @@ class Curve:
                         if not line.endswith(b"\n"):  # it is being written
                             return self._offset > before
                         self._offset += len(line)
-                        self._add(json.loads(line))
+                        for record in whole_records([line]):
+                            self._add(record)
         except FileNotFoundError:
             return False
         return self._offset > before

@@ -96,8 +96,10 @@ _IN_FOLDER = " in folder "
 
 def _identity(name: str) -> str:
     "A local file by its name and its folder, so that the one a notebook runs in does not matter; everything else by its name."
+    if not os.path.exists(name):  # which is no error either for what no path can be
+        return name
     path = Path(name).resolve()
-    return f"{path.name}{_IN_FOLDER}{hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]}" if Path(name).exists() else name
+    return f"{path.name}{_IN_FOLDER}{hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]}"
 
 
 def is_local(identity: str) -> bool:
@@ -107,7 +109,7 @@ def is_local(identity: str) -> bool:
 
 def without_folder(name: str) -> str:
     "Of a local file or folder its name, of a Hub id all of it. `name` is one of a configuration or of a fingerprint."
-    return name.partition(_IN_FOLDER)[0] if is_local(name) else Path(name).resolve().name if Path(name).exists() else name
+    return name.partition(_IN_FOLDER)[0] if is_local(name) else Path(name).resolve().name if os.path.exists(name) else name
 
 
 def content_sample(path: Path, head: int | None = None) -> list[Any]:
@@ -129,7 +131,7 @@ def content_sample(path: Path, head: int | None = None) -> list[Any]:
 
 def contents(cfg: RunConfig) -> dict[str, list[Any]]:
     "Samples of the local files that `cfg` trains on and from, by field; a checkpoint carries them beside its fingerprint."
-    return {field: content_sample(Path(getattr(cfg, field))) for field in ("model", "dataset") if Path(getattr(cfg, field)).exists()}
+    return {field: content_sample(Path(getattr(cfg, field))) for field in ("model", "dataset") if os.path.exists(getattr(cfg, field))}
 
 
 def at_home(stored: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def at_home(stored: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
     found = dict(stored)
     for field, (head, digest) in stored.get("contents", {}).items():
         path, here, there = Path(getattr(cfg, field)), _identity(getattr(cfg, field)), stored[field]
-        moved = path.exists() and here != there and here.partition(_IN_FOLDER)[0] == there.partition(_IN_FOLDER)[0]
+        moved = os.path.exists(path) and here != there and here.partition(_IN_FOLDER)[0] == there.partition(_IN_FOLDER)[0]
         if moved and (head is None or head in range(_HEAD + 1)) and content_sample(path, head)[1] == digest:
             found[field] = here
     return found
@@ -239,15 +241,15 @@ def find_checkpoints(cfg: RunConfig, run_dir: RunDir | None = None) -> list[Path
 
 
 def _named(cfg: RunConfig, found: list[Path]) -> Path:
-    path = Path(cfg.resume_file).expanduser()
+    path = Path(os.path.expanduser(cfg.resume_file))
     if is_foreign(path):
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise CheckpointError(f"resume_file={cfg.resume_file!r}: there is no such file (looked in {path.parent.resolve()}).")
         return path.absolute()
-    if not (path / COMMIT_FILE).exists():
+    if not os.path.exists(path / COMMIT_FILE):
         named = [c for c in found if c.name == cfg.resume_file]
         if not named:
-            if path.exists():
+            if os.path.exists(path):
                 raise CheckpointError(f"resume_file={cfg.resume_file!r} holds no {COMMIT_FILE}, so it is no complete checkpoint.")
             known = ", ".join(dict.fromkeys(c.name for c in found)) or "none"
             raise CheckpointError(f"there is no checkpoint {cfg.resume_file!r} under {Path(cfg.run_root).absolute()}; those there are: {known}.")

@@ -155,9 +155,9 @@ def read_beat(path: Path) -> tuple[int, int, str] | None:
     "Count, step and phase of a rank's last beat; `None` if there was none yet."
     try:
         count, step, phase = path.read_text().split()
+        return int(count), int(step), phase
     except (FileNotFoundError, ValueError):
         return None
-    return int(count), int(step), phase
 
 
 def has_left(path: Path) -> bool:

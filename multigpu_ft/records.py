@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import ConfigError
-from .rundir import GENERATION_FILE, RunDir, write_json
+from .rundir import GENERATION_FILE, RunDir, read_json, write_json
 
 # %% ../nbs/07c_records.ipynb #33d7b635
 @dataclass(frozen=True)
@@ -51,8 +51,12 @@ class Assignment:
 
     @classmethod
     def read(cls, run_dir: RunDir) -> "Assignment":
-        found = json.loads((run_dir.path / GENERATION_FILE).read_text())
-        return cls(**{**found, "stop": tuple(found["stop"])})
+        "That of a generation's directory. Raises `ConfigError` if it is damaged."
+        found = read_json(run_dir.path / GENERATION_FILE)
+        try:
+            return cls(**{**found, "stop": tuple(found["stop"])})
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{run_dir.path / GENERATION_FILE} is damaged, or of another version: {error}.") from None
 
     def write(self, run_dir: RunDir) -> None:
         write_json(run_dir.path / GENERATION_FILE, asdict(self))
@@ -64,7 +68,7 @@ def answer_key(about: dict[str, Any], prompt: Iterable[int], seed: int) -> str:
 
 
 class Shard:
-    "A file that grows by a line a record. What was written is there, whatever happens to the process."
+    "A file that grows by a line a record. What was written is there, whatever happens to the process; half a character as JSON spells it."
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -74,7 +78,7 @@ class Shard:
 
     def add(self, line: dict[str, Any]) -> None:
         "Raises `OSError` on a full disk."
-        data = (json.dumps({**line, "time": time.time()}, ensure_ascii=False) + "\n").encode()
+        data = (json.dumps({**line, "time": time.time()}, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         if os.write(self._file, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -91,7 +95,7 @@ def read_shards(folder: Path) -> dict[str, dict[str, Any]]:
                 record = json.loads(line)
                 if record["time"] >= found.get(record["key"], record)["time"]:
                     found[record["key"]] = record
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
     return found
 
@@ -138,7 +142,7 @@ def write_records(path: Path, records: Iterable[dict[str, Any]]) -> int:
     "Put `records` at `path`, a line each, in one move. Returns their number."
     partial, count = path.with_name(f".{path.name}.{os.getpid()}.tmp"), 0
     try:
-        with open(partial, "w", encoding="utf-8") as file:
+        with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
             for record in records:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
                 count += 1

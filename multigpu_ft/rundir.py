@@ -5,12 +5,16 @@
 # %% ../nbs/00_rundir.ipynb #2187a5a5
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import os
 import re
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,8 @@ from .config import CheckpointError, ConfigError, RunConfig
 
 # %% auto #0
 __all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'FAILURE_FILE', 'BY_SIGNAL', 'GENERATION_FILE', 'HUB_FILE', 'LIVE_STATES',
-           'FINAL_STATES', 'STOPPED_EXIT_CODE', 'replace_file', 'write_json', 'RunDir', 'commit_digest', 'read_commit',
-           'saved_at', 'short_name']
+           'FINAL_STATES', 'STOPPED_EXIT_CODE', 'replace_file', 'write_json', 'read_json', 'whole_records', 'RunDir',
+           'commit_digest', 'read_commit', 'saved_at', 'short_name']
 
 # %% ../nbs/00_rundir.ipynb #bed5d367
 COMMIT_FILE, PARTIAL = "commit.json", ".partial"  # a checkpoint that is being written, or taken away, has a name that ends so
@@ -48,6 +52,51 @@ def write_json(path: Path, value: Any) -> None:
     replace_file(path, json.dumps(value, indent=1))
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    "The object in the JSON file `path`. Raises `ConfigError` if it is damaged, `FileNotFoundError` if it is not there."
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged, it is no JSON ({error}). Put it back from a copy, or move the run's directory away.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is damaged, it holds a {type(found).__name__} and no object. Put it back from a copy, or move the run's directory away.")
+    return found
+
+
+def whole_records(lines: list[bytes]) -> list[dict[str, Any]]:
+    "The records in lines of metrics.jsonl. One that is being written, or that a broken disk left, is none."
+    found = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line) if line.endswith(b"\n") else None
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                found.append(record)
+    return found
+
+
+_OF_THE_NAME = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)  # others may pass, as a full disk
+
+
+@contextmanager
+def _making(cfg: RunConfig) -> Iterator[None]:
+    "Raises `ConfigError` where `cfg` names a place in which no run directory can be made."
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _OF_THE_NAME:
+            raise
+        raise ConfigError(
+            f"in run_root={cfg.run_root!r} no directory can be made for the run ({error.strerror}: {error.filename!r}). Name a folder that can be written, "
+            "or another run_name."
+        ) from None
+
+
+_NUMBER = (int, float)
+_KINDS = {  # of what others read in status.json
+    "state": str, "pids": dict, "heartbeat": _NUMBER, "launched": _NUMBER, "step": int, "slice_step": int, "remarks": list, "best": dict,
+}
+
+
 class RunDir:
     "Paths and small files of one run directory; the only place that knows its layout."
 
@@ -59,20 +108,23 @@ class RunDir:
 
     @classmethod
     def create(cls, cfg: RunConfig, end_idx: int | None = None) -> RunDir:
-        "A new directory under `cfg.run_root`, named after `run_name` or model and slice; a number is added if that is taken."
+        """A new directory under `cfg.run_root`, named after `run_name` or model and slice; a number is added if that is taken.
+
+        Raises `ConfigError` if it cannot be made there."""
         base = cls._base_name(cfg, end_idx)
         root = Path(cfg.run_root)
-        root.mkdir(parents=True, exist_ok=True)
         number = 1
-        while True:
-            name = base if number == 1 else f"{base}-{number}"
-            try:
-                (root / name).mkdir()
-                break
-            except FileExistsError:
-                number += 1
-        run_dir = cls(root / name)
-        run_dir._make_folders()
+        with _making(cfg):
+            root.mkdir(parents=True, exist_ok=True)
+            while True:
+                name = base if number == 1 else f"{base}-{number}"
+                try:
+                    (root / name).mkdir()
+                    break
+                except FileExistsError:
+                    number += 1
+            run_dir = cls(root / name)
+            run_dir._make_folders()
         run_dir.write_config(cfg)
         return run_dir
 
@@ -84,7 +136,8 @@ class RunDir:
     def common(cls, cfg: RunConfig, end_idx: int | None = None) -> RunDir:
         "As `create`, but of one name on all nodes, whether it is there already or not. Its config.json is node 0's to write."
         run_dir = cls(Path(cfg.run_root) / cls._base_name(cfg, end_idx))
-        run_dir._make_folders()
+        with _making(cfg):
+            run_dir._make_folders()
         return run_dir
 
     @staticmethod
@@ -119,36 +172,41 @@ class RunDir:
     def plan(self) -> dict[str, Any]:
         "What `launch` found out about memory and decided, empty if it did not."
         try:
-            return json.loads((self.main.path / PLAN_FILE).read_text())
+            return read_json(self.main.path / PLAN_FILE)
         except FileNotFoundError:
             return {}
 
     def config(self) -> RunConfig:
         "The run's configuration. Raises `ConfigError` if `path` is no run directory."
         try:
-            return RunConfig(**json.loads((self.path / "config.json").read_text()))
+            return RunConfig(**read_json(self.path / "config.json"))
         except FileNotFoundError:
             if self.main.path != self.path:
                 return self.main.config()
             raise ConfigError(f"{self.path} is no run directory: it has no config.json.") from None
 
     def status(self) -> dict[str, Any]:
+        "What the run says of itself. Raises `ConfigError` if that is damaged."
         try:
-            return json.loads((self.path / "status.json").read_text())
+            found = read_json(self.path / "status.json")
         except FileNotFoundError:
             return {"state": "starting"}
+        wrong = [name for name, kinds in _KINDS.items() if name in found and not isinstance(found[name], kinds)]
+        if wrong or found.get("state") not in (*LIVE_STATES, *FINAL_STATES):
+            name = wrong[0] if wrong else "state"
+            raise ConfigError(f"{self.path}/status.json is damaged: {name} is {found.get(name)!r}. Put it back from a copy, or move the run's directory away.")
+        return found
 
     def update_status(self, **changes: Any) -> None:
         "Merge `changes` into status.json and refresh its heartbeat. One process at a time writes it: launcher, then rank 0, then agent."
         write_json(self.path / "status.json", {**self.status(), **changes, "heartbeat": time.time()})
 
     def metrics(self) -> list[dict[str, Any]]:
-        "The logged steps so far. A line still being written is left out."
+        "The logged steps so far. A line still being written, or damaged, is left out."
         try:
-            text = (self.path / "metrics.jsonl").read_text()
+            return whole_records((self.path / "metrics.jsonl").read_bytes().splitlines(keepends=True))
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def recent_metrics(self, count: int) -> list[dict[str, Any]]:
         "The last `count` logged steps, read from the end of the file, however long it is."
@@ -158,7 +216,7 @@ class RunDir:
                 lines = file.read().splitlines(keepends=True)
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"\n")][-count:]
+        return whole_records(lines)[-count:]
 
     def log_file(self, rank: int | str) -> Path:
         return self.path / "logs" / (f"{rank}.log" if isinstance(rank, str) else f"rank{rank}.log")
@@ -197,11 +255,22 @@ def read_commit(checkpoint: Path) -> dict[str, Any]:
         body, written = record["commit"], record["sha256"]
     except FileNotFoundError:
         raise CheckpointError(f"{COMMIT_FILE} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"{COMMIT_FILE}: its content was altered") from None
     if commit_digest(body) != written:
         raise CheckpointError(f"{COMMIT_FILE}: its content was altered")
+    if not _is_commit(body):  # the digest is right, so it was made by somebody else
+        raise CheckpointError(f"{COMMIT_FILE} is not one of this package")
     return body
+
+
+def _is_commit(body: Any) -> bool:
+    try:
+        files = [(name, about["bytes"], bytes.fromhex(about["sha256"])) for name, about in body["files"].items()]
+        right = math.isfinite(body["time"]) and isinstance(body["fingerprint"], dict)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        return False
+    return right and all(Path(name).name == name and name.isprintable() and type(size) is int and len(sha) == 32 for name, size, sha in files)
 
 
 def saved_at(checkpoint: Path) -> float:
@@ -215,4 +284,4 @@ def saved_at(checkpoint: Path) -> float:
 
 def short_name(model: str) -> str:
     "`facebook/opt-1.3b` and `/models/opt-1.3b/` are both `opt-1.3b`: the part of a model's name that goes into file names."
-    return re.sub(r"[^\w.-]", "-", model.rstrip("/").split("/")[-1].removeprefix("builtin:")) or "model"
+    return re.sub(r"[^\w.-]", "-", model.rstrip("/").split("/")[-1].removeprefix("builtin:")).encode()[:100].decode(errors="ignore") or "model"
