@@ -165,7 +165,7 @@ def _parquet(path: Path) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise _damaged(path, error) from None
 
 
@@ -185,7 +185,7 @@ def _read_parquet(path: Path, start: int, end: int) -> Iterator[tuple[int | None
                 batch.validate(full=True)
                 yield from ((None, value) for value in batch.slice(max(0, start - row), end - max(start, row)).to_pylist())
             row += len(batch)
-    except (OSError, pyarrow.ArrowException) as error:  # a page is read only now
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:  # a page is read only now
         raise _damaged(path, error) from None
 
 

@@ -58,12 +58,13 @@ def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]
         last = recent[-1]
         if "loss" in last:
             parts.append("loss not finite" if last["loss"] is None else f"loss {last['loss']:.4f}")
-        else:
+        elif "sequences_per_second" in last:
             parts += [f"{last['sequences_per_second']:,.3g} sequences/s", *([f"accepted {_accepted(last)}"] if "accepted" in last else [])]
-        parts.append(f"{last['tokens_per_second']:,.0f} tokens/s")
+        if "tokens_per_second" in last:
+            parts.append(f"{last['tokens_per_second']:,.0f} tokens/s")
         if last.get("skipped_steps"):
             parts.append(f"{last['skipped_steps']} steps skipped")
-        steps, seconds = last["step"] - recent[0]["step"], last["time"] - recent[0]["time"]
+        steps, seconds = last["step"] - recent[0]["step"], last.get("time", 0) - recent[0].get("time", 0)
         if status["state"] == "running" and steps and total:
             parts.append(f"{_duration((total - done) * seconds / steps)} left")
     if status.get("activity"):

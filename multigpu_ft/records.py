@@ -93,7 +93,7 @@ def read_shards(folder: Path) -> dict[str, dict[str, Any]]:
         for line in path.read_bytes().split(b"\n"):
             try:
                 record = json.loads(line)
-                if record["time"] >= found.get(record["key"], record)["time"]:
+                if isinstance(record["key"], str) and record["time"] >= found.get(record["key"], record)["time"]:
                     found[record["key"]] = record
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue

@@ -63,13 +63,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+_NUMBER = (int, float)
+_PLOTTED = ("loss", "eval_loss", "learning_rate", "tokens_per_second", "time")
+
+
 def whole_records(lines: list[bytes]) -> list[dict[str, Any]]:
     "The records in lines of metrics.jsonl. One that is being written, or that a broken disk left, is none."
     found = []
     for line in lines:
         with suppress(ValueError, RecursionError):
             record = json.loads(line) if line.endswith(b"\n") else None
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and all(isinstance(record.get(n), (*_NUMBER, type(None))) for n in _PLOTTED):
                 found.append(record)
     return found
 
@@ -91,7 +95,6 @@ def _making(cfg: RunConfig) -> Iterator[None]:
         ) from None
 
 
-_NUMBER = (int, float)
 _KINDS = {  # of what others read in status.json
     "state": str, "pids": dict, "heartbeat": _NUMBER, "launched": _NUMBER, "step": int, "slice_step": int, "remarks": list, "best": dict,
 }

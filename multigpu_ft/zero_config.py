@@ -118,6 +118,7 @@ def _parse(cfg: RunConfig) -> dict[str, Any]:
     text = cfg.deepspeed_config
     try:
         settings = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        json.dumps(settings, allow_nan=False)
     except OSError as error:
         raise ConfigError(f"{_said(cfg)} cannot be read: {error.strerror}. Name a JSON file, or leave it empty.") from None
     except (ValueError, RecursionError) as error:

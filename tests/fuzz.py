@@ -370,7 +370,7 @@ def table(rng, suffix):
     task = rng.choice(["causal-lm", "classification"])
     rows = [{"text": word(rng), "label": str(rng.choice([0, 1, 1, 0, 2, "9" * 5000] if rng.random() < 0.1 else [0, 1]))} for _ in range(rng.randrange(1, 6))]
     if tabs:
-        rows = [{**r, "text": re.sub(r"[\t\r\n]", " ", r["text"])} for r in rows]
+        rows = [{**r, "text": re.sub(r"[\t\r\n]", " ", r["text"]) or " "} for r in rows]  # of one column, an empty line is none
     head = rng.choice([["text", "label"], ["text", "label"], ["label", "text"], ["text", "text"], ["", "text"], ["text"]])
     out = io.StringIO(newline="")
     ending = rng.choice(["\n", "\n", "\r\n"])
@@ -702,7 +702,7 @@ def shards(rng, folder):
     lines_now[place] = rng.choice([spoiled(lines_now[place], rng), as_json(changed(json.loads(lines_now[place]), rng), rng).replace(b"\n", b"")])
     Path("s/rank0.jsonl").write_bytes(b"\n".join(lines_now) + b"\n")
     found = records.read_shards(Path("s"))
-    assert all(record["key"] == key for key, record in found.items()) and (place == 1 or found["b"]["time"] == 2.0)
+    assert all(record["key"] == key for key, record in found.items()) and (place == 1 or "b" in found)
     share, numbers = rng.choice([0, 0.1, 0.5, 1]), [rng.randrange(50) for _ in range(rng.randrange(5))]
     chosen = records.validation_questions(numbers, share, rng.randrange(9))
     assert chosen <= set(numbers) and (len(chosen) < len(set(numbers)) or not numbers)
@@ -802,7 +802,7 @@ def supervisor(rng, folder):
     "What comes over the line from another machine, which may be no node at all."
     cfg = RunConfig(run_root="runs", nnodes=3, nproc=1, strategy="ddp")
     run_dir = RunDir.create(cfg)
-    join = {"node_rank": 1, "host": "h", "nproc": 1, "versions": nodes._versions(), "config": nodes._comparable(cfg)}
+    join = {"node_rank": 1, "host": "h", "nproc": 1, "versions": {"torch": "2"}, "config": nodes._comparable(cfg)}
     message = rng.choice([{"join": join}, {"join": join}, {"ended": {"failure": None}}, {"lost": "x"}, {"stop": ""}, {}])
     message = message if rng.random() < 0.2 else changed(message, rng)
     content = as_json(message, random.Random(0)).replace(b"\n", b"")
@@ -825,7 +825,7 @@ def supervisor(rng, folder):
     stranger = _Silent()
     for said in heard[:-1]:
         host._inbox.put((stranger, said))
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")), mock.patch.object(nodes, "_versions", lambda: join["versions"]):
         for _ in heard[:-1]:
             list(host._messages())
     if stranger.said:
