@@ -56,9 +56,9 @@ def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
     "The configuration that `arguments` spell out. Raises `ConfigError`; exits with usage for an unknown flag."
     arguments = list(arguments)
     preset, file = _take(arguments, "--preset"), _take(arguments, "--config")
-    if preset and file:
+    if preset is not None and file is not None:
         raise ConfigError(f"--preset {preset} and --config {file} are both a beginning; use one of them.")
-    default = RunConfig.preset(preset) if preset else _read_config(file) if file else RunConfig()
+    default = RunConfig.preset(preset) if preset is not None else _read_config(file) if file is not None else RunConfig()
     if model := _take(list(arguments), "--model"):
         default = default.replace(model=model)  # the default learning rate is the model's, and tyro passes on the default's
     description = "Fine-tune a model. --preset NAME starts from a preset, --config FILE from the settings in a JSON file." + _BESIDE[verb]

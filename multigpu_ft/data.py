@@ -349,7 +349,7 @@ def _conversation(messages: Any, place: str) -> list[dict[str, Any]]:
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise DataError(f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, this is {str(message)[:60]!r}.')
-        whole_text(message["role"] + message["content"], "content", f"{place}, message {number}")
+        whole_text("".join(text for text in message.values() if isinstance(text, str)), "content", f"{place}, message {number}")
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise DataError(f"{place} has no turn of the assistant, so there is nothing to learn from it; its roles are: {roles}. Leave such rows out.")

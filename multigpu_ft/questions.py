@@ -85,7 +85,7 @@ def _messages(row: dict[str, Any], messages_field: str, question_field: str, pla
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise DataError(f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, this is {str(message)[:60]!r}.')
-        whole_text(message["role"] + message["content"], "content", f"{place}, message {number}")
+        whole_text("".join(text for text in message.values() if isinstance(text, str)), "content", f"{place}, message {number}")
     return messages
 
 # %% ../nbs/07b_questions.ipynb #fbc87c27
