@@ -264,16 +264,18 @@ def read_commit(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{COMMIT_FILE}: its content was altered")
     if not _is_commit(body):  # the digest is right, so it was made by somebody else
         raise CheckpointError(f"{COMMIT_FILE} is not one of this package")
+    if strange := [name for name in body["files"] if Path(name).name != name or not name.isprintable()]:
+        raise CheckpointError(f"{COMMIT_FILE} lists {strange[0]!r}, which is no file beside it")
     return body
 
 
 def _is_commit(body: Any) -> bool:
     try:
-        files = [(name, about["bytes"], bytes.fromhex(about["sha256"])) for name, about in body["files"].items()]
+        files = [(about["bytes"], bytes.fromhex(about["sha256"])) for about in body["files"].values()]
         right = math.isfinite(body["time"]) and isinstance(body["fingerprint"], dict)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return False
-    return right and all(Path(name).name == name and name.isprintable() and type(size) is int and len(sha) == 32 for name, size, sha in files)
+    return right and all(type(size) is int and size >= 0 and len(sha) == 32 for size, sha in files)
 
 
 def saved_at(checkpoint: Path) -> float:
