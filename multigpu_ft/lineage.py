@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PROGRESS_FILE', 'HUB_PREFIX', 'digest', 'flush', 'commit', 'discard', 'verify_checkpoint', 'read_progress',
            'is_local', 'without_folder', 'content_sample', 'contents', 'at_home', 'fingerprint', 'difference',
-           'is_foreign', 'find_checkpoints', 'refuse_stranger', 'damaged', 'ledger_remarks', 'size', 'kept_checkpoints',
-           'retire', 'sweep', 'is_alive']
+           'is_foreign', 'belongs', 'find_checkpoints', 'refuse_stranger', 'damaged', 'ledger_remarks', 'size',
+           'kept_checkpoints', 'retire', 'sweep', 'is_alive']
 
 # %% ../nbs/00b_lineage.ipynb #a8db6921
 import hashlib
@@ -177,16 +177,18 @@ def is_foreign(path: Path) -> bool:
     return path.suffix in _FOREIGN
 
 
-def _belongs(checkpoint: Path, cfg: RunConfig) -> bool:
-    "Whether it is of `cfg`'s model and data. One whose commit is damaged counts as its run's."
+def belongs(checkpoint: Path, cfg: RunConfig) -> bool:
+    "Whether it is of `cfg`'s model and data, which may have been moved since. One whose commit is damaged counts as its run's."
+    try:
+        origin = fingerprint(RunDir(checkpoint.parents[1]).config())
+    except (ConfigError, ValueError):
+        origin = {}
     try:
         stored = read_commit(checkpoint)["fingerprint"]
     except CheckpointError:
-        try:
-            stored = fingerprint(RunDir(checkpoint.parents[1]).config())
-        except (ConfigError, ValueError):
-            return False
-    return not difference(stored, fingerprint(cfg))
+        return bool(origin) and not difference(origin, fingerprint(cfg))
+    gone = {field: sample for field, sample in stored.get("contents", {}).items() if origin.get(field) != stored[field]}
+    return not difference(at_home({**stored, "contents": gone}, cfg), fingerprint(cfg))
 
 
 _SCRATCH = ("/kaggle/temp/runs", "/content/runs")
@@ -231,7 +233,7 @@ def find_checkpoints(cfg: RunConfig, run_dir: RunDir | None = None) -> list[Path
     found = _saved_under(Path(cfg.run_root))
     if cfg.resume_file == "auto":
         beyond = _beyond_best(found, cfg)
-        return own + [c for c in found if c not in own and c not in beyond and _belongs(c, cfg)]
+        return own + [c for c in found if c not in own and c not in beyond and belongs(c, cfg)]
     try:
         return [*own, _named(cfg, found)]
     except CheckpointError:

@@ -18,8 +18,8 @@ from .config import ConfigError, DataError, RunConfig
 from .data import count_rows
 from .failures import RunFailed, tail
 from .figures import figures_as_png, loss_figure, save_png
-from .launcher import Run
-from .lineage import difference, find_checkpoints, fingerprint
+from .launcher import Run, runs
+from .lineage import belongs, difference, find_checkpoints, fingerprint
 from .panel import LiveLine, progress_line
 from .rundir import LIVE_STATES, short_name
 
@@ -62,6 +62,10 @@ class Slices:
         self.folder = Path(cfg.run_root).absolute() / f"slices_{short_name(cfg.model)}_{short_name(Path(cfg.dataset).stem)}_{cfg.slice_size}"
         spans = {} if cfg.lr_scheduler == "constant" or cfg.schedule_end_idx else {"schedule_start_idx": cfg.start_idx, "schedule_end_idx": end}
         self.config = cfg.replace(run_root=str(self.folder), **spans)
+        # what its runs may be of: after a move their settings name another folder, and their checkpoints tell that the data is the same
+        self._own = [own := fingerprint(self.config)]
+        others = [(run, theirs) for run in runs(self.folder) if difference(theirs := fingerprint(run.config), own)]
+        self._own += [theirs for run, theirs in others if any(belongs(checkpoint, self.config) for checkpoint in run.dir.checkpoints())]
         self.bounds: list[tuple[int, int]] = []
         for start in range(cfg.start_idx, end, cfg.slice_size):
             after = min(start + cfg.slice_size, end)
@@ -71,10 +75,8 @@ class Slices:
 
     def runs(self, start_idx: int | None = None) -> list[Run]:
         "Its runs, or those of the slice that begins at row `start_idx`, oldest first."
-        found = [Run(path.parent) for path in self.folder.glob("*/config.json")]
-        own = fingerprint(self.config)
-        found = [run for run in found if not difference(fingerprint(run.config), own)]  # another folder may have data of the same name
-        mine = [run for run in found if start_idx is None or run.config.start_idx == start_idx]
+        found = [run for run in runs(self.folder) if start_idx is None or run.config.start_idx == start_idx]
+        mine = [run for run in found if any(not difference(fingerprint(run.config), own) for own in self._own)]  # another folder may have data of the same name
         return sorted(mine, key=lambda run: run.status.get("launched", 0))
 
     def is_done(self, start_idx: int, end_idx: int) -> bool:

@@ -1,6 +1,7 @@
 """Saving, stopping and going on, as a user meets them: what is said, what is kept, and how a run ends that cannot go on."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -11,8 +12,8 @@ import pytest
 from conftest import BIN, NBS, processes, ranks, running, until
 
 from multigpu_ft import CheckpointError, Run, RunConfig, RunDir, RunFailed, Slices, launch
-from multigpu_ft.lineage import read_progress, verify_checkpoint
-from multigpu_ft.rundir import STOPPED_EXIT_CODE
+from multigpu_ft.lineage import commit, contents, find_checkpoints, fingerprint, read_progress, verify_checkpoint
+from multigpu_ft.rundir import PARTIAL, STOPPED_EXIT_CODE
 
 
 def remarks(run):
@@ -117,8 +118,6 @@ def test_another_tokenizer_or_text_is_refused(material, run_root, server):
 
 def test_a_run_started_again_goes_on_from_its_own_checkpoint(material, run_root, server):
     "As a cluster starts a killed job again: the same command, the same directory, metrics without a step twice."
-    import shutil
-
     cfg = faults.config(material, run_root, strategy="fsdp", save_every=5)
     whole = server.finish(cfg.replace(run_root=str(run_root / "whole")))
     run_dir, agent = server.start(cfg)
@@ -302,6 +301,31 @@ def test_a_series_knows_its_own_runs_and_what_is_new(tmp_path):
         file.write('{"text": "x"}\n' * 20)
     grown = Slices(cfg)
     assert grown.bounds == [(0, 20), (20, 40), (40, 48), (48, 60), (60, 68)] and [row["state"] for row in grown.table()] == ["done"] * 3 + ["to do"] * 2
+
+
+def test_a_series_that_was_moved_goes_on_and_one_run_of_another_version_is_no_obstacle(tmp_path):
+    "Its runs' settings name the old folder; one checkpoint of theirs proves that the data is the same, also for those whose checkpoints are gone."
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "texts.jsonl").write_text('{"text": "x"}\n' * 60)
+    cfg = RunConfig(run_root=str(project / "runs"), dataset=str(project / "texts.jsonl"), slice_size=20)
+    slices = Slices(cfg)
+    for start, end in slices.bounds[:2]:
+        run_dir = RunDir.create(slices.config.replace(start_idx=start, end_idx=end))
+        run_dir.update_status(state="done", launched=start)
+    partial = run_dir.path / "checkpoints" / f"texts_20-40.0{PARTIAL}"
+    partial.mkdir()
+    checkpoint = commit(partial, {**fingerprint(slices.config), "contents": contents(slices.config)}, {})
+    shutil.copy(project / "texts.jsonl", tmp_path)
+    beside = Slices(cfg.replace(dataset=str(tmp_path / "texts.jsonl")))
+    assert not beside.runs() and not find_checkpoints(beside.config), "the data of these runs are where they were"
+    moved = project.rename(tmp_path / "moved")
+    there = Slices(cfg.replace(run_root=str(moved / "runs"), dataset=str(moved / "texts.jsonl")))
+    assert [row["state"] for row in there.table()] == ["done", "done", "to do"]
+    assert [c.name for c in find_checkpoints(there.config)] == [checkpoint.name], "and the third slice goes on from it"
+    strange = RunDir.create(there.config)
+    (strange.path / "config.json").write_text('{"a_field_of_another_version": 1}')
+    assert len(Slices(there.config.replace(run_root=str(moved / "runs"))).runs()) == 2
 
 
 def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path):
