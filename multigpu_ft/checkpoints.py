@@ -282,20 +282,18 @@ def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | N
     export = export_bytes(cfg, strategy)
     held = size(origin) if origin and origin.is_relative_to(run_dir.path.parent) and origin.is_dir() else 0  # all older ones may go
     free = shutil.disk_usage(run_dir.path).free
-    room, limit = free - export, f"{run_dir.path} has {free / 2**30:.1f} GiB free"
+    remedy = "delete or move away older runs, or move run_root to a larger disk"
+    room, limit = free - export, f"{run_dir.path} has {free / 1e9:.1f} GB free: {remedy}."
     if cfg.disk_budget_gb and cfg.disk_budget_gb * 1e9 - held < room:
-        room, limit = cfg.disk_budget_gb * 1e9 - held, f"disk_budget_gb={cfg.disk_budget_gb:g} already holds {held / 2**30:.1f} GiB"
+        room, limit = cfg.disk_budget_gb * 1e9 - held, f"disk_budget_gb={cfg.disk_budget_gb:g} already holds {held / 1e9:.1f} GB: raise it."
     world = strategy.world
     fits = room // each if keeps else math.inf if free >= each / world.nodes else 0
     told = world.gather(fits, free)
     least = min(range(world.size), key=lambda rank: told[rank][0])
     more, held, node = int(told[least][0]), world.from_main(held), least // world.local_size
     if more < 1:
-        limit = f"node {node} has {told[least][1] / 2**30:.1f} GiB free, for its part of one" if node else world.from_main(limit)
-        raise CheckpointError(
-            f"a checkpoint needs {each / 2**30:.1f} GiB and the export {export / 2**30:.1f} GiB, but {limit}: "
-            "delete or move away older runs, or move run_root to a larger disk."
-        )
+        limit = f"node {node} has {told[least][1] / 1e9:.1f} GB free, for its part of one: {remedy}." if node else world.from_main(limit)
+        raise CheckpointError(f"a checkpoint needs {each / 1e9:.1f} GB and the export {export / 1e9:.1f} GB, but {limit}")
     return more + bool(held)
 
 # %% ../nbs/04_checkpoints.ipynb #21f9884a
@@ -363,13 +361,20 @@ def load_checkpoint(checkpoint: Path, strategy: Single, scope: str = "all", veri
 
     Random numbers come back only on as many ranks as they were saved on. Without `verify`, `find_damage`, which is told whether it is one `shared` copy,
     must have found nothing just before.
-    Raises `CheckpointError` if the checkpoint is damaged or of another model.
+    Raises `CheckpointError` if the checkpoint is damaged, of another model or of another version of this package.
     """
     world = strategy.world
     if verify and (problem := find_damage(checkpoint, world, shared)):
         raise CheckpointError(damaged(checkpoint, CheckpointError(problem)))
     saved = read_progress(checkpoint)
-    loss_scale, world_size, numbers, _ = (saved.pop(name) for name in ("loss_scale", "world_size", "numbers", "trained"))
+    try:
+        loss_scale, world_size, numbers, _ = (saved.pop(name) for name in ("loss_scale", "world_size", "numbers", "trained"))
+        progress = Progress(**saved)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} was saved by another version of multigpu_ft: {PROGRESS_FILE} has other fields ({error}). "
+            "Install that version, or start without it, with resume_file='none'."
+        ) from None
     pieces = _Pieces(checkpoint)
     try:
         strategy.load_parts(pieces, numbers, optimizer=scope == "all")
@@ -380,4 +385,4 @@ def load_checkpoint(checkpoint: Path, strategy: Single, scope: str = "all", veri
         if world_size == world.size:
             prefix = f"random/{world.rank}/"
             _set_random_state({name.removeprefix(prefix): pieces.whole(name) for name in pieces.names(prefix)}, world.device)
-    return Progress(**saved)
+    return progress

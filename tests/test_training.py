@@ -121,7 +121,7 @@ def test_too_small_a_budget_is_told_before_training(run_root):
     "No step is trained for nothing."
     from multigpu_ft import CheckpointError
 
-    with pytest.raises(CheckpointError, match=r"a checkpoint needs [\d.]+ GiB and the export [\d.]+ GiB, but disk_budget_gb=0.001 already holds 0.0 GiB"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs [\d.]+ GB and the export [\d.]+ GB, but disk_budget_gb=0.001 already holds 0.0 GB"):
         launch(RunConfig(run_root=str(run_root), disk_budget_gb=0.001, end_idx=32))
     assert not list(run_root.glob("*/metrics.jsonl"))
 
