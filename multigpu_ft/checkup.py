@@ -10,6 +10,7 @@ import html
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import psutil
 
 from . import machine
 from .failures import RunFailed
+from .gpus import Device, installed_gpus, visible_among
 from .launcher import launch
 
 # %% ../nbs/11a_checkup.ipynb #4ad59cf1
@@ -125,61 +127,8 @@ def _packages_row() -> Row:
     return Row("packages", "ok", f"{shown} and {len(versions) - len(_SHOWN)} more")
 
 # %% ../nbs/11a_checkup.ipynb #c9f39db9
-@dataclass(frozen=True)
-class _Gpu:
-    index: int
-    uuid: str
-    name: str
-    memory: float  # bytes
-    used: float
-    driver: str
-    capability: str
-
-    def __str__(self) -> str:
-        return f"{self.name}, {self.memory / 1e9:.0f} GB"
-
-
-_QUERY = "index,uuid,name,memory.total,memory.used,driver_version,compute_cap"
-
-
-def _query_gpus() -> list[_Gpu]:
-    "All NVIDIA GPUs of the machine. Raises `RuntimeError` if nvidia-smi is there and fails."
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=15)
-    except FileNotFoundError:
-        return []
-    except subprocess.TimeoutExpired:
-        raise RuntimeError("nvidia-smi gives no answer") from None
-    if done.returncode:
-        raise RuntimeError(f"nvidia-smi fails: {(done.stdout + done.stderr).strip().splitlines()[0] if done.stdout + done.stderr else done.returncode}")
-    gpus = []
-    for line in done.stdout.strip().splitlines():
-        index, uuid, name, memory, used, driver, capability = [word.strip() for word in line.split(",")]
-        # some GPUs that are cut into parts say [N/A]
-        size, taken = (float(word) * 2**20 if word.replace(".", "").isdigit() else 0.0 for word in (memory, used))
-        gpus.append(_Gpu(int(index), uuid, name, size, taken, driver, capability))
-    return gpus
-
-
-def _visible(gpus: list[_Gpu]) -> list[_Gpu]:
-    "Those of `gpus` that `CUDA_VISIBLE_DEVICES` leaves."
-    words = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if words is None:
-        return gpus
-    if words.startswith("MIG-"):  # parts of GPUs, whose wholes it does not name
-        return gpus[: len(words.split(","))]
-    chosen: list[_Gpu] = []
-    for word in map(str.strip, words.split(",")):
-        found = [g for g in gpus if str(g.index) == word or (word.startswith("GPU-") and g.uuid.startswith(word))]
-        if len(found) != 1:
-            break
-        chosen += found
-    return chosen
-
-
-def _gpu_row(gpus: list[_Gpu]) -> Row:
-    visible = _visible(gpus)
+def _gpu_row(gpus: list[Device]) -> Row:
+    visible = visible_among(gpus)
     hidden = [g for g in gpus if g not in visible]
     hides = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides {', '.join(f'GPU {g.index} ({g})' for g in hidden)}" if hidden else ""
     if not gpus:
@@ -225,7 +174,7 @@ print(json.dumps(found))
 """
 
 
-def _torch_row(gpus: list[_Gpu]) -> Row:
+def _torch_row(gpus: list[Device]) -> Row:
     code = _TRY_TORCH.replace("GPUS", str(len(gpus)))
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TORCH_SECONDS, stdin=subprocess.DEVNULL)
@@ -237,7 +186,7 @@ def _torch_row(gpus: list[_Gpu]) -> Row:
     return _judge_torch(json.loads(done.stdout.splitlines()[-1]), gpus)
 
 
-def _judge_torch(found: dict[str, Any], gpus: list[_Gpu]) -> Row:
+def _judge_torch(found: dict[str, Any], gpus: list[Device]) -> Row:
     about = f"{found['version']}, {'CUDA ' + found['cuda'] if found['cuda'] else 'built without CUDA'}{', NCCL ' + found['nccl'] if found['nccl'] else ''}"
     if gpus and not found["cuda"]:
         return Row("torch", "bad", f"{about}, but there are {len(gpus)} GPUs", "pip uninstall -y torch && pip install torch, then restart the kernel.")
@@ -288,7 +237,7 @@ def _all_reduce(seconds: float, megabytes: int = 64, repeats: int = 5) -> float:
     return 2 * (size - 1) / size * data.nbytes / best / 1e9
 
 
-def _interconnect_row(gpus: list[_Gpu]) -> Row:
+def _interconnect_row(gpus: list[Device]) -> Row:
     if len(gpus) == 1:
         return Row("interconnect", "ok", "one GPU, nothing to connect")
     who, by = (f"{len(gpus)} GPUs", "NCCL") if gpus else ("2 processes on the CPU", "gloo")
@@ -332,18 +281,21 @@ def _outputs_row() -> Row | None:
     return None
 
 
-def _memory_limit() -> float:
-    "Bytes that this container may use; infinite if it has no limit."
-    for path in (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes"):  # version 2, version 1
-        if path.is_file() and (text := path.read_text().strip()).isdigit():
-            return float(text)
-    return float("inf")
+def _container_memory() -> tuple[float, float]:
+    "Bytes that this container may use, infinite if it has no limit, and those it uses, without files that were read and that the system would drop first."
+    version_2, version_1 = (_CGROUP, "max", "current", "inactive_file"), (_CGROUP / "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    for folder, limit, usage, dropped in (version_2, version_1):
+        text, used, stat = (folder / f"memory.{name}" for name in (limit, usage, "stat"))
+        if text.is_file() and (most := text.read_text().strip()).isdigit():
+            cached = re.search(rf"^{dropped} (\d+)$", stat.read_text(), re.M) if stat.is_file() else None
+            return float(most), float(used.read_text()) - float(cached[1] if cached else 0) if used.is_file() else 0.0
+    return float("inf"), 0.0
 
 
 def _memory_row() -> Row:
-    memory, limit = psutil.virtual_memory(), _memory_limit()
-    free = min(memory.available, limit) / 1e9
-    limited = f"; this container may use {limit / 1e9:.1f} GB" if limit < memory.total else ""
+    memory, (limit, used) = psutil.virtual_memory(), _container_memory()
+    free = min(memory.available, limit - used) / 1e9
+    limited = f"; this container may use {limit / 1e9:.1f} GB and uses {used / 1e9:.1f}" if limit < memory.total else ""
     state = "bad" if free < 2 else "warn" if free < 8 else "ok"
     remedy = "" if state == "ok" else "Rank 0 reads the whole model, on a CPU every rank: take a smaller one, or restart notebooks that hold some."
     return Row("memory", state, f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free{limited}", remedy)
@@ -427,11 +379,11 @@ def doctor(bandwidth: bool = True) -> Checkup:
         bandwidth: also measure how fast the GPUs sum over all of them, which starts a process for each
     """
     try:
-        gpus = _query_gpus()
+        gpus = installed_gpus()
         gpu_row = _safely("GPUs", lambda: _gpu_row(gpus))
     except Exception as error:
         gpus, gpu_row = [], Row("GPUs", "bad", str(error), "The driver does not run: start a new session, or install the driver again.")
-    usable = _visible(gpus)
+    usable = visible_among(gpus)
     on_colab = machine.platform() == "colab"
     rows = {
         "session": _begin("session", 5, _session_row),

@@ -7,18 +7,16 @@ __all__ = ['gpus_here', 'Estimate', 'estimate', 'plan_memory']
 
 # %% ../nbs/09g_estimates.ipynb #5faa5250
 import base64
-import subprocess
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from .calls import visible_gpus
 from .config import BUILTIN_DATASET, ConfigError, RunConfig
 from .data import count_rows
 from .fitting import CLOSE, DOES_NOT, FITS, MAY_NOT, Fit, Remedy, Simulations, decide, remedies, simulations
-from .gpus import GPU, find_gpu
+from .gpus import GPU, find_gpu, visible_gpus
 from .machine import default_run_root, session_hours
 from .panel import say
 from .pictures import png_bytes
@@ -29,20 +27,15 @@ _KAGGLE_RAM_GIB, _KAGGLE_DISK_GIB, _SESSION_HOURS = 29.0, 19.5, 12.0
 
 def gpus_here() -> list[GPU]:
     "Those a run on this machine would take."
-    count = visible_gpus()
-    if not count:
-        return []
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     found = []
-    for line in subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()[:count]:
-        name, _, memory = line.rpartition(",")
-        total = float(memory) if memory.strip().isdigit() else None
+    for device in visible_gpus():
+        total = device.memory / 2**20
         try:
-            known = find_gpu(name)
+            known = find_gpu(device.name)
         except ConfigError:
-            known = find_gpu(name, (total or 8192) * 0.98)  # torch sees a little less than nvidia-smi
+            known = find_gpu(device.name, (total or 8192) * 0.98)  # torch sees a little less than nvidia-smi
         # of one name there are several sizes
-        found.append(known if total is None or abs(total - known.memory_mib) < 0.1 * total else find_gpu(name, total * 0.98))
+        found.append(known if not total or abs(total - known.memory_mib) < 0.1 * total else find_gpu(device.name, total * 0.98))
     return found
 
 

@@ -12,9 +12,10 @@ import time
 from dataclasses import dataclass
 
 from .attempts import begin_anew, clear_attempt
-from .calls import start_agent, visible_gpus
+from .calls import start_agent
 from .commands import node_command
 from .config import ConfigError, NodesError, RunConfig
+from .gpus import visible_gpus
 from .lineage import is_alive
 from .nodes import split_address
 from .rundir import RunDir
@@ -47,7 +48,7 @@ def find_node(cfg: RunConfig, node_rank: int | None, rdzv: str | None) -> Node |
 
 def node_settings(cfg: RunConfig) -> RunConfig:
     "`cfg` with the number of processes on this machine: the supervisors compare it, and they do not import torch to count GPUs."
-    return cfg.replace(nproc=cfg.nproc or visible_gpus() or 2)
+    return cfg.replace(nproc=cfg.nproc or len(visible_gpus()) or 2)
 
 # %% ../nbs/09j_joining.ipynb #24aa8f75
 _SILENT_S, _LOOK_S = 60.0, 3.0

@@ -21,13 +21,14 @@ from typing import Any
 
 import psutil
 
-from .calls import call, run_script, start_agent, visible_gpus
+from .calls import call, run_script, start_agent
 from .commands import changed_settings, node_command, recipe
 from .config import CheckpointError, ConfigError, RunConfig
 from .data import count_rows
 from .estimates import plan_memory
 from .failures import ending, failure_of, tail
 from .figures import figures_as_png, loss_figure, save_png
+from .gpus import visible_gpus
 from .hub import check_access, find_remote, parse_hub
 from .joining import Node, find_node, node_settings, open_run, start_supervisor
 from .lineage import find_checkpoints, is_alive, is_foreign, ledger_remarks, read_progress, sweep
@@ -345,7 +346,7 @@ def _launch_run(cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | 
     use_secrets()
     cfg = for_this_machine(cfg)
     cfg = node_settings(cfg) if node else cfg
-    cfg = with_zero_config(cfg, (cfg.nproc or visible_gpus() or 2) * cfg.nnodes if cfg.deepspeed_config else None)
+    cfg = with_zero_config(cfg, (cfg.nproc or len(visible_gpus()) or 2) * cfg.nnodes if cfg.deepspeed_config else None)
     num_rows = count_rows(cfg)
     end_idx = cfg.slice_end(num_rows) if num_rows is not None else None
     pinned, remarks = {}, []

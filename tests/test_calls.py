@@ -93,17 +93,17 @@ def test_code_for_accelerates_notebook_launcher_moves_by_one_line():
 
 
 def test_cuda_devices_that_are_hidden_do_not_count(tmp_path, monkeypatch):
-    from multigpu_ft.calls import visible_gpus
+    from multigpu_ft.gpus import visible_gpus
 
     fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\necho 'GPU 0: Tesla T4 (UUID: GPU-1)'\necho 'GPU 1: Tesla T4 (UUID: GPU-2)'\n")
+    fake.write_text("#!/bin/sh\necho '0, GPU-1, Tesla T4, 15360, 3, 550.1, 7.5'\necho '1, GPU-2, Tesla T4, 15360, 3, 550.1, 7.5'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for visible, count in ((None, 2), ("", 0), ("1", 1), ("0,1", 2), ("-1", 0), ("0,-1,1", 1)):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert visible_gpus() == count, visible
+        assert len(visible_gpus()) == count, visible
 
 
 def test_the_magic(kernel):

@@ -11,7 +11,7 @@ import torch
 from conftest import BIN, REPO
 
 from multigpu_ft import ConfigError, ModelError, RunConfig, estimate, launch
-from multigpu_ft.estimates import plan_memory
+from multigpu_ft.estimates import gpus_here, plan_memory
 from multigpu_ft.fitting import NoEstimate, Simulations, _guess, decide, remedies, simulations
 from multigpu_ft.gpus import GPU, find_gpu
 
@@ -58,8 +58,7 @@ def two_t4(tmp_path, monkeypatch):
     script = tmp_path / "bin" / "nvidia-smi"
     script.parent.mkdir()
     script.write_text(
-        "#!/bin/sh\nfor i in 0 1; do case \"$*\" in -L) echo \"GPU $i: Tesla T4 (UUID: GPU-$i)\";; "
-        "*index*) echo \"$i, GPU-$i, Tesla T4, 15360, 0, 550.1, 7.5\";; *) echo 'Tesla T4, 15360';; esac; done\n"
+        "#!/bin/sh\nfor i in 0 1; do echo \"$i, GPU-$i, Tesla T4, 15360, 0, 550.1, 7.5\"; done\n"
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
@@ -272,6 +271,18 @@ def test_the_gpus_of_this_machine(two_t4):
     found = estimate(RunConfig(max_length=64))
     assert found.gpus == 2 and found.gpu.name == "T4" and found.limit_gib == pytest.approx(15109 / 1024)
     assert estimate(RunConfig(max_length=64, nproc=1)).gpus == 1
+
+
+def test_of_different_gpus_those_count_that_the_run_would_take(two_t4, tmp_path, monkeypatch):
+    smi = tmp_path / "bin" / "nvidia-smi"
+    lines = ("0, GPU-a, NVIDIA A100-SXM4-80GB, 81920, 0, 550.1, 8.0", "1, GPU-b, Tesla T4, 15360, 0, 550.1, 7.5", "2, GPU-c, Tesla T4, 15360, 0, 550.1, 7.5")
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    for visible, names in (("2,1", ["T4", "T4"]), ("GPU-b", ["T4"]), ("1,0", ["T4", "A100"]), ("7,0", []), ("1,-1,0", ["T4"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu.name for gpu in gpus_here()] == names, visible
+    smi.write_text("#!/bin/sh\nexec sleep 9\n")
+    monkeypatch.setattr("multigpu_ft.gpus._ANSWER_S", 0.1)
+    assert gpus_here() == [], "launch is not held up by a driver that gives no answer"
 
 
 def test_the_bench_has_results():

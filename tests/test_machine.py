@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_cli import multigpu_ft
 
-from multigpu_ft import checkup, machine
+from multigpu_ft import checkup, gpus, machine
 from multigpu_ft.config import RunConfig
 from multigpu_ft.lineage import commit, digest
 from multigpu_ft.rundir import PARTIAL, RunDir
@@ -233,12 +233,12 @@ def test_gpus_without_a_torch_that_can_use_them(monkeypatch, tmp_path):
 
 def test_gpus_that_are_hidden_or_busy(monkeypatch, tmp_path):
     smi(monkeypatch, tmp_path / "bin", *t4s(used=9000))
-    row = checkup._gpu_row(checkup._query_gpus())
+    row = checkup._gpu_row(gpus.installed_gpus())
     assert row.state == "warn" and "GPU 1: 9.4 GB" in row.found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert "1 x Tesla T4" in (found := checkup._gpu_row(checkup._query_gpus()).found) and "hides GPU 0 (Tesla T4" in found
+    assert "1 x Tesla T4" in (found := checkup._gpu_row(gpus.installed_gpus()).found) and "hides GPU 0 (Tesla T4" in found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert checkup._gpu_row(checkup._query_gpus()).remedy.startswith("Unset CUDA_VISIBLE_DEVICES")
+    assert checkup._gpu_row(gpus.installed_gpus()).remedy.startswith("Unset CUDA_VISIBLE_DEVICES")
 
 
 def test_a_driver_that_does_not_run_and_checks_that_fail_or_hang_are_rows(monkeypatch, tmp_path, kaggle):
@@ -280,3 +280,11 @@ def test_disk_and_memory(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("1000000000\n")
     monkeypatch.setattr(checkup, "_CGROUP", tmp_path)
     assert checkup._memory_row().state == "bad" and "may use 1.0 GB" in checkup._memory_row().found
+    (tmp_path / "memory").mkdir()
+    version_1 = (tmp_path / "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    for folder, limit, usage, dropped in ((tmp_path, "max", "current", "inactive_file"), version_1):
+        (folder / f"memory.{limit}").write_text("10000000000\n")
+        (folder / f"memory.{usage}").write_text("9500000000\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{dropped} 500000000\n")
+        assert checkup._container_memory() == (10e9, 9e9) and checkup._memory_row().state == "bad", "what the container uses already is not free"
+        (folder / f"memory.{limit}").unlink()
