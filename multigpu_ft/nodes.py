@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -387,10 +388,8 @@ class Guest:
         while not self._node_dir.stop_requested():
             try:
                 peer = Peer(socket.create_connection(address, timeout=10), self._inbox, silence(self._cfg))
-                peer.say(join={
-                    "node_rank": self._node_rank, "host": socket.gethostname(), "nproc": self._cfg.nproc, "versions": _versions(),
-                    "config": _comparable(self._cfg),
-                })
+                join = {"node_rank": self._node_rank, "host": socket.gethostname(), "nproc": self._cfg.nproc, "versions": _versions()}
+                peer.say(join={**join, "config": _comparable(self._cfg)})
                 self._node_dir.update_status(activity=f"waiting for the other nodes, at {self._rdzv}")
                 return peer
             except OSError as error:
@@ -415,7 +414,7 @@ class Guest:
                 speaker, message = self._inbox.get(timeout=0.1)
                 if speaker is not peer:
                     continue  # an earlier one's last word
-                if message.get("again"):
+                if message.get("again") or "lost" in message:
                     return message
                 if "refused" in message:
                     raise ConfigError(f"node 0 at {self._rdzv} refused this one: {message['refused']}")
@@ -427,8 +426,6 @@ class Guest:
                     told = True
                 if "over" in message:
                     return message["over"]
-                if "lost" in message:
-                    return message
             if not told and (end := self._agent.ended()):
                 peer.say(ended=end)
                 told = True
@@ -457,10 +454,13 @@ def main() -> None:
         supervisor = Guest(node_dir, asked.node_rank, asked.rdzv) if asked.node_rank else Host(node_dir, asked.rdzv)
         signal.signal(signal.SIGTERM, lambda *_: supervisor.stop())
         code = supervisor.run()
-    except (ConfigError, NodesError) as error:
-        failure = {"rank": None, "exitcode": None, "type": type(error).__name__, "text": str(error), "clear": True}
-        node_dir.update_status(state="failed", activity=None, failure=failure)
-        print(error, flush=True)
+    except Exception as error:
+        clear, what = isinstance(error, ConfigError | NodesError), f"{type(error).__name__}: {error}"
+        text = f"the supervisor of node {asked.node_rank} ({socket.gethostname()}) ended with {what}; its log, logs/agent.log, tells where"
+        failure = {"type": type(error).__name__, "text": str(error), "clear": True} if clear else {"node_rank": asked.node_rank, "text": text}
+        print(error if clear else traceback.format_exc(), flush=True)
+        with suppress(OSError):  # where even that has no room
+            node_dir.update_status(state="failed", activity=None, failure={"rank": None, "exitcode": None, **failure})
         code = 1
     os._exit(code)  # a thread may still wait for somebody to call
 

@@ -1,11 +1,17 @@
 """Each way to fail, in a real kernel: one clear error in the cell, within seconds, and nothing left behind."""
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 from conftest import CellError, processes, ranks, running, until
+
+from multigpu_ft import Run, RunConfig, RunDir
+from multigpu_ft.rundir import FAILURE_FILE
 
 IMPORTS = "from multigpu_ft import *\n"
 
@@ -174,3 +180,16 @@ def test_bad_settings(kernel, run_root, values, name, reason):
     with pytest.raises(CellError, match=reason) as caught:
         kernel(HF_TOKEN="", HF_HUB_OFFLINE=offline).run(IMPORTS + f"launch(RunConfig(run_root={str(run_root)!r}, {values}))")
     assert caught.value.name == name and "Traceback" not in caught.value.value
+
+
+def test_the_disk_fails_the_supervisor_of_a_node(run_root):
+    cfg = RunConfig(run_root=str(run_root), run_name="one", nproc=1)
+    run_dir = RunDir.common(cfg)
+    run_dir.write_config(cfg)
+    (run_dir.path / FAILURE_FILE).mkdir()  # which it deletes as a file
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        rdzv = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "multigpu_ft.nodes", "--node-rank", "0", "--rdzv", rdzv, run_dir.path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "Traceback" in ended.stdout and run_dir.status()["state"] == "failed", ended
+    assert "the supervisor of node 0 (" in str(Run(run_dir).failure) and "Error: [Errno" in str(Run(run_dir).failure)
