@@ -9,6 +9,7 @@ __all__ = ['Answers', 'generate']
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import socket
 import time
@@ -106,9 +107,7 @@ _ENGINES = ("transformers", "vllm")
 _QUANTIZATIONS = ("none", "8bit", "4bit")
 
 
-def _between(name: str, value: Any, low: float, high: float) -> float | None:
-    if value is None:
-        return None
+def _between(name: str, value: Any, low: float, high: float) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -152,9 +151,18 @@ def _output(name: str, path: str | Path, folder: Path | None = None) -> Path:
     path = Path(path).expanduser().resolve()
     if path.suffix != ".jsonl":
         raise ConfigError(f"{name}={str(path)!r}: the file has a record a line, so its name must end in .jsonl.")
-    if path.exists() and not (folder or path.with_name(path.name + ".run")).exists():
-        raise ConfigError(f"{name}={str(path)!r} is there already, and was not made by generate; name another file.")
+    ours = _earlier_val_output(folder) == str(path) if folder else path.with_name(path.name + ".run").exists()
+    if path.exists() and not ours:
+        raise ConfigError(f"{name}={str(path)!r} is there already, and was not made by {'this generation' if folder else 'generate'}; name another file.")
     return path
+
+
+def _earlier_val_output(folder: Path) -> str | None:
+    "What the generation in `folder` was last to write for validation."
+    try:
+        return Assignment.read(RunDir(folder)).val_output
+    except (OSError, ValueError, KeyError, TypeError):  # there was none, or it is of another version
+        return None
 
 
 def _reward_name(reward: Any) -> tuple[str | None, bytes | None]:
@@ -265,10 +273,10 @@ def generate(
         output=str(output), subject=str(subject.path) if subject else None, quantization=_one_of("quantization", quantization, _QUANTIZATIONS),
         tokenizer=_tokenizer_folder(subject), question_field=question_field, system_prompt=system_prompt, chat_template=_template(chat_template),
         enable_thinking=enable_thinking, num_sequences_per_question=count("num_sequences_per_question", num_sequences_per_question, 1),
-        max_new_tokens=count("max_new_tokens", max_new_tokens, 1), temperature=_between("temperature", temperature, 0, 100),
-        top_p=_between("top_p", top_p, 1e-6, 1), top_k=None if top_k is None else count("top_k", top_k, 0), seed=count("seed", seed, 0), stop=tuple(words),
-        reward=name, reward_above=float(reward_above), val_output=str(val_path) if val_path else None,
-        val_fraction=_between("val_fraction", val_fraction, 0, 1), engine=_one_of("engine", engine, _ENGINES),
+        max_new_tokens=count("max_new_tokens", max_new_tokens, 1), temperature=None if temperature is None else _between("temperature", temperature, 0, 100),
+        top_p=None if top_p is None else _between("top_p", top_p, 1e-6, 1), top_k=None if top_k is None else count("top_k", top_k, 0),
+        seed=count("seed", seed, 0), stop=tuple(words), reward=name, reward_above=_between("reward_above", reward_above, -math.inf, math.inf),
+        val_output=str(val_path) if val_path else None, val_fraction=_between("val_fraction", val_fraction, 0, 1), engine=_one_of("engine", engine, _ENGINES),
     )
     run_dir = _open(folder, cfg, assignment, packed)
     say(f"generate: {subject.name if subject else cfg.model} is asked {_asked(cfg, assignment)}")
