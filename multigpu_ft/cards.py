@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import CheckpointError, RunConfig
+from .data import is_file_name
 from .lineage import is_local, read_progress
 from .rundir import RunDir, read_commit
 
@@ -22,21 +23,21 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def _hub_id(name: str, identity: str) -> bool:
-    "Whether the model or dataset `name`, whose fingerprint says `identity`, is on the Hub."
-    return bool(_HUB_ID.fullmatch(name)) and not is_local(identity) and not Path(name).exists()
+    "Whether the model or dataset `name`, whose fingerprint says `identity`, is on the Hub. A local one need not be on the machine where the card is made."
+    return bool(_HUB_ID.fullmatch(name)) and not (is_local(identity) or is_file_name(name) or Path(name).exists())
 
 
-def _public(name: str) -> str:
+def _public(name: str, identity: str) -> str:
     "A Hub id as it is, of a path the last part."
-    return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else name.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    return name if _hub_id(name, identity) else name.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
 def _metadata(cfg: RunConfig, stored: dict[str, Any]) -> str:
     classifies, whole = cfg.task == "classification", cfg.tuning == "full" or cfg.merge_adapter
     lines = [f"library_name: {'transformers' if whole else 'peft'}", f"pipeline_tag: {'text-classification' if classifies else 'text-generation'}"]
-    if _hub_id(cfg.model, stored.get("model", cfg.model)):
+    if _hub_id(cfg.model, stored.get("model", "")):
         lines.append(f"base_model: {cfg.model}")
-    if _hub_id(cfg.dataset, stored.get("dataset", cfg.dataset)):
+    if _hub_id(cfg.dataset, stored.get("dataset", "")):
         lines.append(f"datasets:\n- {cfg.dataset}")
     tags = ["multigpu_ft", *(["lora"] if cfg.tuning != "full" else []), *(["conversational"] if cfg.task == "chat" else [])]
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
@@ -56,7 +57,7 @@ def _table(head: list[str], rows: list[list[Any]]) -> str:
 def _settings(cfg: RunConfig) -> list[list[Any]]:
     plain, values = RunConfig(model=cfg.model, tuning=cfg.tuning).model_dump(), cfg.model_dump()
     told = [name for name in values if name not in _NOT_TOLD and (name in _ALWAYS or values[name] != plain[name])]
-    return [[f"`{name}`", _public(values[name]) if name == "eval_dataset" else values[name]] for name in told]
+    return [[f"`{name}`", _public(values[name], "") if name == "eval_dataset" else values[name]] for name in told]
 
 
 def _metrics(cfg: RunConfig, status: dict[str, Any]) -> list[list[Any]]:
@@ -102,8 +103,8 @@ def model_card(run_dir: str | Path | RunDir) -> str:
         with suppress(CheckpointError):
             stored, trained = read_commit(checkpoint)["fingerprint"], read_progress(checkpoint)["trained"]
             break
-    repo, base, data = cfg.hf_repo or "USER/REPO", _public(cfg.model), _public(cfg.dataset)
-    on_hub = _hub_id(cfg.model, stored.get("model", cfg.model))
+    base, data = (_public(getattr(cfg, name), stored.get(name, "")) for name in ("model", "dataset"))
+    repo, on_hub = cfg.hf_repo or "USER/REPO", _hub_id(cfg.model, stored.get("model", ""))
     how = {"full": "all weights"}.get(cfg.tuning, f"an adapter ({cfg.tuning}, rank {cfg.lora_r}){', merged into the weights' if cfg.merge_adapter else ''}")
     parts = [
         _metadata(cfg, stored), MARK, f"# {repo.rpartition('/')[2]}",
