@@ -25,12 +25,14 @@ from .tokens import TokenizedTexts
 def evaluating(model: nn.Module) -> Iterator[None]:
     "Without dropout and without gradients. Afterwards sharded parameters are in shards again: FSDP would leave them whole until the next backward pass."
     to_evaluation_mode(model)
-    with torch.no_grad():
-        yield
-    model.train()
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
 
 def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
