@@ -194,7 +194,7 @@ _READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv
 
 def is_file_name(dataset: str) -> bool:
     "Whether `dataset` can only be a file, be it here or not, and no Hub id: by its ending or its folders."
-    return Path(dataset).suffix in _READERS or dataset.startswith((".", "/", "~")) or dataset.count("/") > 1
+    return Path(dataset).suffix.lower() in _READERS or dataset.startswith((".", "/", "~")) or dataset.count("/") > 1
 
 
 def _local_file(dataset: str) -> Path | None:
