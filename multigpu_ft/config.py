@@ -384,11 +384,9 @@ class RunConfig(BaseModel):
         return type(self)(**{**values, **changes})
 
     def slice_end(self, num_rows: int) -> int:
-        """The row after the slice's last one, for a dataset of `num_rows` rows.
+        """The row after the slice's last one, for a dataset of `num_rows` rows. Raises `DataError` for a slice that is empty, negative or beyond the data.
 
-        Raises `DataError` for a slice that is empty, negative or beyond the data. The check waits until the length is known,
-        so that one message can name both.
-        """
+        The check waits until the length is known, so that one message can name both."""
         first_held_out = self.held_out[0] if self.held_out and self.start_idx < self.held_out[0] else num_rows
         end = self.end_idx if self.end_idx is not None else min(self.start_idx + self.slice_size, num_rows, first_held_out)
         where = f"slice {self.start_idx}-{self.end_idx if self.end_idx is not None else '(end)'} of {self.dataset}, which has {num_rows:,} rows"
@@ -436,16 +434,14 @@ def _explain(error: ValidationError) -> str:
 
 # %% ../nbs/00_config.ipynb #9f468b38
 _SST2 = {
-    "task": "classification", "dataset": "stanfordnlp/sst2", "text_field": "sentence", "eval_split": "validation", "slice_size": 100_000,
-    "max_length": 128, "num_epochs": 1,
+    "task": "classification", "dataset": "stanfordnlp/sst2", "text_field": "sentence", "eval_split": "validation", "slice_size": 100_000, "max_length": 128,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "opt-1.3b-arxiv": {
-        "model": "facebook/opt-1.3b", "dataset": "ash001/arxiv-abstract", "strategy": "fsdp", "sharding": "full_shard",
-        "dtype": "fp16", "batch_size": 4, "accum_steps": 8, "learning_rate": 5e-6, "max_length": 512,
-        "activation_checkpointing": "full", "max_grad_norm": 1.0,
+        "model": "facebook/opt-1.3b", "dataset": "ash001/arxiv-abstract", "strategy": "fsdp", "sharding": "full_shard", "dtype": "fp16", "batch_size": 4,
+        "accum_steps": 8, "learning_rate": 5e-6, "max_length": 512, "activation_checkpointing": "full", "max_grad_norm": 1.0,
     },
     "qwen3-lora-chat": {
         "model": "Qwen/Qwen3-0.6B", "task": "chat", "dataset": "HuggingFaceH4/ultrachat_200k", "dataset_split": "train_sft", "tuning": "lora",
