@@ -23,9 +23,15 @@ BIN = Path(sys.executable).parent
 DATA = REPO.parent / "shared" / "data"
 
 
+# Files that take longest, first: workers take whole files, and the last one to begin is the last one to end.
+LONGEST = ("nodes", "guides", "failing_well", "project", "estimates", "generation", "tuning", "exactness", "zero", "hub", "resuming", "trackers", "calls")
+
+
 def pytest_collection_modifyitems(items):
     import torch
 
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -24,7 +24,7 @@ def ranks(tmp_path_factory):
     "What two ranks found, in one process pair for all tests below."
     report = tmp_path_factory.mktemp("exactness") / "report.json"
     done = subprocess.run(
-        [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "tests/exactness.py", report], capture_output=True, text=True, timeout=300,
+        [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "tests/exactness.py", report], capture_output=True, text=True, timeout=390,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=os.path.dirname(os.path.dirname(__file__)),
     )
     assert done.returncode == 0, done.stderr[-3000:]
