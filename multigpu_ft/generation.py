@@ -325,7 +325,9 @@ class Generation:
     def _tell(self, now: bool = False) -> None:
         "Tell the others how much was done; the main rank tells the user."
         self._told = time.monotonic()
-        totals = {name: self.store.add(name, count) for name, count in self.counts.items()}
+        # the main rank reads sequences first and the others add them last: of a sequence that is counted, everything is
+        order = list(self.counts) if self.world.is_main else reversed(self.counts)
+        totals = {name: self.store.add(name, self.counts[name]) for name in order}
         self.counts = dict.fromkeys(self.counts, 0)
         wants_to_stop = self.stop.requested or (self.world.is_main and (self.run_dir.stop_requested() or self._is_out_of_time()))
         if self.store.add("stop", int(wants_to_stop)):
