@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install demo test faults bench dist clean
+.PHONY: help install demo test faults bench dist audit clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -50,6 +50,11 @@ dist: install
 	    && (cd build && env/bin/python -c 'import multigpu_ft, sys; print(multigpu_ft.__version__, sys.version.split()[0])' \
 	    && env/bin/multigpu-ft --help > /dev/null && env/bin/multigpu-ft estimate --preset opt-1.3b-arxiv --gpus 2 | head -1) || exit 1; \
 	done
+
+# known holes of what is installed here, by the package index's own list; needs that on the network
+audit: install
+	$(BIN)/pip install --quiet pip-audit
+	$(BIN)/pip-audit --skip-editable
 
 clean:
 	rm -rf .venv runs build dist *.egg-info
