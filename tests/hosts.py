@@ -104,8 +104,9 @@ class Hosts:
         script = (
             f"set -e; hostname {name}-{host}; mount --make-rprivate /; mount -t tmpfs tmpfs /mnt; mkdir /mnt/upper /mnt/work /mnt/root; "
             "mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root; cd /mnt/root; mkdir -p config shared home/multigpu-ft; "
-            f"{binds} mount --bind {config} config; mount -o remount,bind,ro config; mount --bind {shared} shared; mount -t tmpfs tmpfs home/multigpu-ft; "
-            "mount --bind /etc/hosts etc/hosts; mount --rbind /dev dev; mount -t tmpfs tmpfs tmp; mount -t proc proc proc; mount -o remount,bind,ro /mnt/root; "
+            f"mount -t tmpfs tmpfs tmp; {binds} "  # in this order: the checkout may lie in /tmp
+            f"mount --bind {config} config; mount -o remount,bind,ro config; mount --bind {shared} shared; mount -t tmpfs tmpfs home/multigpu-ft; "
+            "mount --bind /etc/hosts etc/hosts; mount --rbind /dev dev; mount -t proc proc proc; mount -o remount,bind,ro /mnt/root; "
             'exec chroot . "$@"'
         )
         env = {"PATH": f"{BIN}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(host), "OMP_NUM_THREADS": "1", **environment}

@@ -10,7 +10,7 @@ from hub import Hub, environment
 GUIDES = sorted(path.stem for path in NBS.glob("guide_*.ipynb"))
 KAGGLE = REPO / "kaggle"
 SMALLER = {  # papermill parameters
-    "guide_slices": {"end_idx": 200, "hf_repo": "jane/slices"},
+    "guide_slices": {"end_idx": 600, "hf_repo": "jane/slices"},
     "guide_chat": {"num_train": 200, "num_epochs": 1, "eval_every": 2, "presets": "qwen3-lora-chat"},
     "guide_sst2": {"num_epochs": 1},
     "guide_loop": {
