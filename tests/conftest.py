@@ -24,7 +24,8 @@ DATA = REPO.parent / "shared" / "data"
 
 
 # Files that take longest, first: workers take whole files, and the last one to begin is the last one to end.
-LONGEST = ("nodes", "guides", "failing_well", "project", "estimates", "generation", "tuning", "exactness", "zero", "hub", "resuming", "trackers", "calls")
+LONGEST = ("nodes", "guides", "failing_well", "project", "estimates", "generation", "tuning", "exactness", "zero", "faults", "hub", "resuming", "trackers",
+           "calls")
 
 
 def pytest_collection_modifyitems(items):
