@@ -28,7 +28,7 @@ test: install
 	git diff --exit-code
 	$(BIN)/nbdev_test --n_workers 2 --skip_file_re '^[_.]|^train|^slices|^evaluate|^generate|^guide'
 	@# the workers share the cores, and where torch has more threads than there are cores they wait for each other: steps of 1.8 s instead of 0.02
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
 	$(BIN)/ruff check .
 
 faults: install

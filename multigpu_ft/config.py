@@ -82,6 +82,7 @@ BUILTIN_MODEL = "builtin:opt-tiny"
 BUILTIN_DATASET = "builtin:python-docs"
 _FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR = 1e-3, 2e-5, 2e-4
 _NO_END = 2**31  # rows; more than any dataset that is read by row numbers
+_NO_LIMIT = ("max_hours", "max_grad_norm", "disk_budget_gb")  # infinity, which JSON cannot write, is what empty means there
 _MAY_BE_NONE = ("max_grad_norm", "save_minutes", "eval_split")  # empty means something else than left out; papermill can say that with "none" only
 
 
@@ -215,7 +216,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _resolve_learning_rate(cls, values: dict[str, Any]) -> dict[str, Any]:
-        values = {k: None if v == "none" and k in _MAY_BE_NONE else v for k, v in values.items()}
+        values = {k: None if (v == "none" and k in _MAY_BE_NONE) or (k in _NO_LIMIT and v == float("inf")) else v for k, v in values.items()}
         if values.get("learning_rate") is None:
             scratch = str(values.get("model", BUILTIN_MODEL)).startswith("builtin:")
             default = _ADAPTER_LR if values.get("tuning", "full") != "full" else _FROM_SCRATCH_LR if scratch else _PRETRAINED_LR

@@ -189,7 +189,7 @@ def test_a_preset_sets_all_fields_and_what_differs_is_marked(preset):
 @pytest.mark.parametrize("values", [
     {"model": "facebook/opt-125m"}, {"tuning": "lora"}, {"tuning": "lora", "learning_rate": 1e-3}, {"learning_rate": 3.0000000000000004e-4},
     {"max_grad_norm": None, "save_minutes": None}, {"run_name": "007", "revision": "1234567", "text_field": "True"}, {"activation_checkpointing": 3},
-    {"max_hours": 11.5}, {"run_root": "a folder/it's $HOME", "dataset": "a b.jsonl"}, {"start_idx": -1}, {"compile": True, "weight_decay": 1e-4},
+    {"max_hours": float("inf")}, {"run_root": "a folder/it's $HOME", "dataset": "a b.jsonl"}, {"start_idx": -1}, {"compile": True, "weight_decay": 1e-4},
     {**PRESETS["bert-sst2-lora"], "start_idx": 9, "eval_split": None}, {**PRESETS["opt-1.3b-arxiv"], "learning_rate": 2e-5, "max_grad_norm": None},
 ])
 def test_all_three_outputs_mean_the_same(values):
