@@ -74,6 +74,14 @@ def until(condition, seconds, what):
     raise AssertionError(f"not within {seconds} s: {what}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left():
+    "The files that a worker takes share its process, and which ones they are differs from gate to gate."
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    assert not (distributed and distributed.is_initialized()), "a test of this file left a process group"
+
+
 @pytest.fixture
 def run_root(tmp_path):
     root = tmp_path / "runs"

@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 
@@ -53,6 +54,22 @@ def make_material(folder):
     texts = [f"id{i} " + " ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randint(3, 24))) for i in range(TEXTS)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text, "label": text.count("w1") % 2}) + "\n" for text in texts))
     return folder
+
+
+@contextlib.contextmanager
+def world_of_one():
+    "This process as the only rank of a process group, which is gone afterwards: the next test file in this process may want one, too."
+    import torch
+    import torch.distributed as dist
+
+    from multigpu_ft.strategies import World
+
+    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield World(0, 0, 1, torch.device("cpu"))
+        finally:
+            dist.destroy_process_group()
 
 
 def config(folder, root, **settings):
@@ -451,24 +468,16 @@ class Reshapes:
 class Damage:
     "Files of a checkpoint truncated, removed, or with one bit flipped. The older one must be taken, and the damage named."
 
-    def __init__(self, folder, server):
-        import torch
-        import torch.distributed as dist
-
+    def __init__(self, folder, server, world):
         from multigpu_ft.lineage import fingerprint
         from multigpu_ft.models import load_tokenizer
         from multigpu_ft.resuming import tokenizer_digest
-        from multigpu_ft.strategies import World
 
-        self.cfg = config(folder, folder / "damage", strategy="fsdp")
+        self.cfg, self.world = config(folder, folder / "damage", strategy="fsdp"), world
         server.finish(self.cfg)
         self.whole = newest(folder / "damage")
         self.older = next(c for c in self.whole.parent.iterdir() if c != self.whole)
         self.stored = {**fingerprint(self.cfg), "tokenizer": tokenizer_digest(load_tokenizer(self.cfg))}
-        if not dist.is_initialized():
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.world = World(0, 0, 1, torch.device("cpu"))
 
     def trial(self, seed, kind):
         from multigpu_ft.resuming import choose_checkpoint
@@ -510,12 +519,13 @@ def main():
         folder = make_material(Path(tmp))
         server = Server(folder / "model")
         if options.only in (None, "damage"):
-            damage = Damage(folder, server)
             begun = time.monotonic()
-            for seed in range(options.files):
-                damage.trial(seed, "truncated" if seed % 2 else "removed")
-            for seed in range(options.bits):
-                damage.trial(seed, "flipped")
+            with world_of_one() as world:
+                damage = Damage(folder, server, world)
+                for seed in range(options.files):
+                    damage.trial(seed, "truncated" if seed % 2 else "removed")
+                for seed in range(options.bits):
+                    damage.trial(seed, "flipped")
             report["damage"] = {"files": options.files, "bits": options.bits, "seconds": round(time.monotonic() - begun, 1)}
             print(json.dumps(report["damage"]), flush=True)
         if options.only != "damage":

@@ -8,7 +8,6 @@ import faults
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import NBS, outputs, papermill
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -24,12 +23,8 @@ TRAINED, HELD_OUT = 32, 16  # of the 48 texts
 
 @pytest.fixture(scope="module")
 def alone():
-    "This process as the only rank of a world of one."
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
+    with faults.world_of_one() as world:
+        yield world
 
 
 @pytest.fixture(scope="module")

@@ -56,11 +56,12 @@ def test_other_ranks_strategies_and_micro_batches_see_each_text_once(material, s
 
 
 def test_a_damaged_checkpoint_is_never_loaded(material, server):
-    damage = faults.Damage(material, server)
-    for seed in range(100):
-        damage.trial(seed, "truncated" if seed % 2 else "removed")
-    for seed in range(300):
-        damage.trial(seed, "flipped")
+    with faults.world_of_one() as world:
+        damage = faults.Damage(material, server, world)
+        for seed in range(100):
+            damage.trial(seed, "truncated" if seed % 2 else "removed")
+        for seed in range(300):
+            damage.trial(seed, "flipped")
 
 
 class Numbers:
