@@ -61,7 +61,8 @@ def kept_bytes(strategy, micro_batches, targets):
             strategy.backward(strategy.forward(**batch, scale=1 / targets)[0])
         time.sleep(0.2)  # a worker of gloo reports a sum first, and lets go of the tensor afterwards
         gc.collect()
-        new = {at: size for at, size in storages(alive()).items() if at not in {**storages(before), **parameters, **copies, **moments}}
+        known = {**storages(before), **parameters, **copies, **moments}
+        new = {at: size for at, size in storages(alive()).items() if at not in known}
         new |= storages(p.grad for p in strategy.model.parameters() if p.grad is not None)
         gradients = max(gradients, sum({**new, **kept}.values()))
     strategy.clip_grad_norm(1.0)
