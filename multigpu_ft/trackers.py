@@ -109,14 +109,14 @@ def _answers(url: str, seconds: float) -> bool:
     return answered.wait(seconds)
 
 
-def _why_offline(settings: Any) -> str | None:
+def _why_offline(settings: Any, probe_s: float) -> str | None:
     "Why W&B cannot be online, if it cannot."
     if settings.mode in ("offline", "dryrun"):
         return "WANDB_MODE says so"
     host = urlsplit(settings.base_url).netloc
     if not (settings.api_key or settings.identity_token_file or _in_netrc(host)):
         return "there is no WANDB_API_KEY"
-    return None if _answers(settings.base_url, _PROBE_S) else f"{host} does not answer within {_PROBE_S} s"
+    return None if _answers(settings.base_url, probe_s) else f"{host} does not answer within {probe_s} s"
 
 
 def _in_netrc(host: str) -> bool:
@@ -126,6 +126,7 @@ def _in_netrc(host: str) -> bool:
 
 
 _PROBE_S, _INIT_S, _FINISH_S = 3, 20, 10
+_PATIENT_S = 120  # where no GPU waits; W&B's own process alone may take a minute to start on a busy machine
 _PRIVATE = {  # that nothing goes to W&B or its files but what we log; names that a version of W&B does not know are left out
     "silent": True, "console": "off", "save_code": False, "disable_code": True, "disable_git": True, "disable_job_creation": True, "x_disable_meta": True,
     "x_disable_stats": True, "x_disable_machine_info": True, "x_save_requirements": False, "host": "", "username": "", "program": "", "symlink": False,
@@ -239,7 +240,7 @@ class Wandb:
     def _start(self) -> Any:
         wandb = _import_wandb()
         line_files = [path for run in runs_of(self._line, *self._roots) for path in run.path.glob("wandb/*run-*/*.wandb")]
-        reason, run = _why_offline(wandb.setup(wandb.Settings(silent=True)).settings), None
+        reason, run = _why_offline(wandb.setup(wandb.Settings(silent=True)).settings, _PROBE_S), None
         if not reason:
             try:
                 run = _init(self._run_dir, self._line, self._config, "online")
@@ -282,7 +283,7 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
         return []
     check_trackers(cfg)
     wandb = _import_wandb()
-    if reason := _why_offline(wandb.setup(wandb.Settings(silent=True)).settings):
+    if reason := _why_offline(wandb.setup(wandb.Settings(silent=True)).settings, _INIT_S):
         remedy = "Put a key in WANDB_API_KEY or use `wandb login`, look for the network, unset WANDB_MODE, and try again"
         raise ConfigError(f"nothing was uploaded to W&B: {reason}. {remedy}.")
     records = earlier_metrics(run_dir, max((m["step"] for m in run_dir.metrics()), default=0))
@@ -296,13 +297,15 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
         return [r for r in records if waiting and has < r["step"] < files[waiting[0]][0]]
 
     def the_rest(has: int) -> list[dict[str, Any]]:
+        if has < (last := max((files[path][-1] for path in waiting), default=0)):  # their histograms are nowhere else
+            raise RuntimeError(f"after `wandb sync` it has {has} of {last} steps: {(said.splitlines() or ['it said nothing'])[-1]}")
         return [r for r in records if r["step"] > has]
 
     try:
         made_up = _upload(run_dir, status["line"], before_the_files)
         if waiting:
             command = [sys.executable, "-m", "wandb", "sync", *(str(path.parent) for path in waiting)]
-            subprocess.run(command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True)
+            said = subprocess.run(command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True, text=True).stderr.strip()
         made_up += _upload(run_dir, status["line"], the_rest)
     except Exception as error:
         raise ConfigError(f"W&B did not take the run: {_in_short(error)}. Look for the key (WANDB_API_KEY) and the network, and try again.") from None
@@ -312,11 +315,13 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
 
 def _upload(run_dir: RunDir, line: str, choose: Callable[[int], list[dict[str, Any]]]) -> list[str]:
     "Log what `choose` says, given the last step that W&B has. Returns that in words."
-    run = _init(run_dir, line, _settings(run_dir), "online", finish_timeout=0.0)
-    records = choose(run.starting_step - 1)
-    for record in records:
-        _log(run, record)
-    run.finish()
+    run = _init(run_dir, line, _settings(run_dir), "online", finish_timeout=0.0, init_timeout=_PATIENT_S, x_service_wait=_PATIENT_S)
+    try:
+        records = choose(max(0, run.starting_step - 1))
+        for record in records:
+            _log(run, record)
+    finally:
+        run.finish()
     return [f"steps {records[0]['step']}-{records[-1]['step']}"] if records else []
 
 # %% ../nbs/05c_trackers.ipynb #9f412c2f

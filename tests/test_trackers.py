@@ -91,7 +91,7 @@ def logged_first(runs):
 
 def sync(run_dir, server):
     done = subprocess.run(
-        [BIN / "multigpu-ft", "sync", str(run_dir.path), "--json"], env={**os.environ, **server.environment}, capture_output=True, text=True, timeout=120
+        [BIN / "multigpu-ft", "sync", str(run_dir.path), "--json"], env={**os.environ, **server.environment}, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["wandb"]["uploaded"]
@@ -160,6 +160,24 @@ def test_what_was_logged_offline_is_uploaded_later_and_once(curve):
         assert server.names[last.status()["line"]] == last.name and server.groups[last.status()["line"]] == "model texts.jsonl"
     finally:
         server.close()
+
+
+def test_what_wandbs_own_command_did_not_upload_counts_as_not_uploaded(material, server, run_root, tmp_path):
+    "Steps could come from metrics.jsonl then, but not the histograms, and nobody would try again."
+    run = server.finish(faults.config(material, run_root, tracker="wandb", histogram_every=5, num_epochs=1, save_every=None))
+    (tmp_path / "sitecustomize.py").write_text("import sys\nif sys.orig_argv[2:4] == ['wandb', 'sync']: raise SystemExit('no core could be started')")
+    taking, command = WandbServer(), [BIN / "multigpu-ft", "sync", str(run.path)]
+    try:
+        environment = {**os.environ, **taking.environment}
+        done = subprocess.run(command, env={**environment, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 1 and f"has 0 of {run.status()['step']} steps: SystemExit: no core could be started" in done.stderr, done.stderr
+        assert not list(run.path.glob("wandb/*/*.synced"))
+        assert sync(run, taking)[0].startswith("offline-run")
+        history = taking.history(run.status()["line"])
+        assert_same_scalars(history, run.metrics())
+        assert any("gradients/model.decoder.embed_tokens.weight" in h for h in history)
+    finally:
+        taking.close()
 
 
 def test_a_refused_key_is_told_and_nothing_counts_as_uploaded(material, server, run_root):
