@@ -108,7 +108,7 @@ def test_greedy_is_what_transformers_generates(models, tmp_path):
     from multigpu_ft.models import PLAIN_CHAT
 
     for name in ("opt", "qwen3", "sliding"):
-        answers = generate(**asked(models, name, num_sequences_per_question=1, temperature=0), output=tmp_path / f"{name}.jsonl")
+        answers = generate(**asked(models, name, num_sequences_per_question=1, temperature=0), output=tmp_path / f"{name}.jsonl", nproc=1)
         model, tokenizer = AutoModelForCausalLM.from_pretrained(models / name).eval(), AutoTokenizer.from_pretrained(models / name)
         for record in answers:
             text = tokenizer.apply_chat_template(record["messages"][:1], chat_template=PLAIN_CHAT, tokenize=False, add_generation_prompt=True)
@@ -209,7 +209,7 @@ def test_what_cannot_be_asked_is_counted(models, tmp_path):
         generate(**settings, output=tmp_path / "b.jsonl")
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises((ModelError, DataError, RunFailed), match="roles must alternate"):
-        generate(**asked(models, chat_template=template), output=tmp_path / "b.jsonl")
+        generate(**asked(models, chat_template=template), nproc=1, output=tmp_path / "b.jsonl")
 
 
 def test_stop_strings_and_validation(models, tmp_path):
