@@ -11,6 +11,9 @@ import json
 import os
 import re
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +110,17 @@ def _full_weights(strategy: Single) -> dict[str, torch.Tensor]:
     return weights
 
 
+@contextmanager
+def _without_deepspeed() -> Iterator[None]:
+    "Whoever looks for DeepSpeed meanwhile finds none, unless it is imported already."
+    hidden = sys.modules.setdefault("deepspeed", None) is None
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["deepspeed"]
+
+
 def _write_whole(folder: Path, strategy: Single, tokenizer: PreTrainedTokenizerBase, weights: dict[str, torch.Tensor], check: dict[str, Any]) -> Path:
     if strategy.world.is_main:
         trained = without_adapter(strategy.unwrap_model())
@@ -121,7 +135,8 @@ def _write_whole(folder: Path, strategy: Single, tokenizer: PreTrainedTokenizerB
         own = {name for name, _ in shell.named_parameters()} | {name for name, _ in shell.named_buffers()}  # of tied weights, one
         kept = {name: tensor.to(strategy.dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items() if name in own}
         partial = folder.with_name(f"{folder.name}.partial")
-        shell.save_pretrained(partial, state_dict=kept)
+        with _without_deepspeed():
+            shell.save_pretrained(partial, state_dict=kept)
         _publish(partial, folder, tokenizer, check)
     return folder
 
@@ -133,7 +148,9 @@ def _write_adapter(folder: Path, strategy: Single, tokenizer: PreTrainedTokenize
         partial, described = folder.with_name(f"{folder.name}.partial"), model.peft_config["default"]
         described.base_model_name_or_path = check["base_model"] or str(Path(cfg.model).resolve())
         if cfg.model == BUILTIN_MODEL:  # nobody else can make it
-            load_model(cfg, tokenizer, check["label_names"]).save_pretrained(partial / _OWN_BASE)
+            base = load_model(cfg, tokenizer, check["label_names"])
+            with _without_deepspeed():
+                base.save_pretrained(partial / _OWN_BASE)
             described.base_model_name_or_path = str(folder / _OWN_BASE)
         model.save_pretrained(partial, state_dict=weights, save_embedding_layers=False)
         if described.base_model_name_or_path != cfg.model or Path(cfg.model).exists():
