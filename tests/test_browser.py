@@ -9,7 +9,8 @@ from browser import make_notebook
 from conftest import processes, ranks, running, until
 
 IMPORTS = "from multigpu_ft import Run, RunConfig, form, launch, runs\n"
-LONG = "RunConfig(run_root='runs', packing='padded', batch_size=2, end_idx=4000, save_every=50, keep=2, lr_scheduler='cosine', nproc=2)"
+# as long as somebody looks at it, each rank takes a processor for itself
+LONG = "RunConfig(run_root='runs', packing='padded', batch_size=2, end_idx=4000, save_every=50, keep=2, lr_scheduler='cosine', nproc={})"
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def points(page, cell=0):
 def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
     here = place()
     notebook = make_notebook(
-        here.folder / "form.ipynb", IMPORTS + "f = form(RunConfig(run_root='runs', packing='padded', save_every=50, nproc=2))\nf",
+        here.folder / "form.ipynb", IMPORTS + "f = form(RunConfig(run_root='runs', packing='padded', save_every=50, nproc=1))\nf",
         IMPORTS + "run = Run.attach('runs/mine')", IMPORTS + "runs('runs')",
         IMPORTS + "again = launch(Run('runs/mine').config.replace(run_name='again', max_steps=5))",
     )
@@ -57,7 +58,7 @@ def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
     page.wait_for_text("batch_size=2", 20, 0)
     page.screenshots(shots, "form", page.output(0))
     page.click("Run")
-    page.wait_for_text(re.compile(r"step \d+ of 1,000"), 60, 0)
+    page.wait_for_text(re.compile(r"step \d+ of 2,000"), 60, 0)
     first = until(lambda: points(page), 20, "a curve")
     until(lambda: points(page) > first + 10, 60, "the curve moves")
     page.page.get_by_text("checkpoints", exact=True).click()
@@ -79,7 +80,7 @@ def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
 
 def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank):
     here = place("dark", **failing_rank)
-    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG})", "'the next cell ran'"))
+    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(2)})", "'the next cell ran'"))
     page.run_all(wait=0)
     page.wait_for_text("failed", 60, 0)
     page.wait_for_text("rank 1 raised ZeroDivisionError: planted in rank 1", 10, 0)
@@ -99,14 +100,14 @@ def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank):
 def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
     here = place()
     attach = IMPORTS + "run = Run.attach(runs('runs')[-1].dir.path)"
-    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG}, wait=False, detach=True)", IMPORTS + "runs('runs')", attach))
+    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)}, wait=False, detach=True)", IMPORTS + "runs('runs')", attach))
     page.run_cell(0)
     running(here.folder / "runs")
     page.restart_kernel()
     page.run_cell(1)
     page.wait_for_text("running", 10, 1)
     page.run_cell(2)
-    page.wait_for_text(re.compile(r"step \d+ of 1,000"), 20, 2)
+    page.wait_for_text(re.compile(r"step \d+ of 2,000"), 20, 2)
     before = points(page, 2)
     until(lambda: points(page, 2) > before, 30, "the curve moves in the new kernel")
     page.click("Kill")
@@ -129,9 +130,9 @@ def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
 
 def test_stopped_by_its_button_while_the_cell_waits(place, shots):
     here = place()
-    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG})", "print('then', run.state)"))
+    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)})", "print('then', run.state)"))
     page.run_all(wait=0)
-    page.wait_for_text(re.compile(r"step [1-9]\d* of 1,000"), 60, 0)
+    page.wait_for_text(re.compile(r"step [1-9]\d* of 2,000"), 60, 0)
     page.click("Stop (saves)")
     page.wait(30)
     page.wait_for_text("then stopped", 5, 1)
@@ -142,9 +143,9 @@ def test_stopped_by_its_button_while_the_cell_waits(place, shots):
 
 def test_the_classic_notebook_shows_the_panel_and_interrupts(place, shots):
     here = place(app="nbclassic")
-    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG})"))
+    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)})"))
     page.run_cell(0, wait=0)
-    page.wait_for_text(re.compile(r"step [1-9]\d* of 1,000"), 60)
+    page.wait_for_text(re.compile(r"step [1-9]\d* of 2,000"), 60)
     until(lambda: points(page) > 5, 30, "a curve")
     page.screenshot(shots / "classic-live.png")
     page.interrupt()

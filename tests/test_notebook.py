@@ -23,17 +23,20 @@ def test_slices_one_after_the_other(recipe):
     first = papermill("train.ipynb", "first.ipynb", "-p", "end_idx", "64", "-p", "packing", "padded", "-p", "batch_size", "8", cwd=recipe)
     assert first.returncode == 0, first.stderr[-3000:]
     assert "starts from the base model" in outputs(recipe / "first.ipynb")
-    # the literal command of the manual: no output named, so the notebook goes to standard output
+    # the literal command of the manual, after a change of the parameters as one makes them: no output named, so the notebook goes to standard output
+    notebook = (recipe / "train.ipynb").read_text()
+    assert notebook.count('"slice_size = None ') == 1
+    (recipe / "train.ipynb").write_text(notebook.replace('"slice_size = None ', '"slice_size = 160 '))
     second = papermill("train.ipynb", "-p", "start_idx", "5000", cwd=recipe)
     assert second.returncode == 0, second.stderr[-3000:]
     (recipe / "second.ipynb").write_text(second.stdout)
     assert "continues from checkpoint opt-tiny_0-64-epoch-1 of opt-tiny_0-64" in outputs(recipe / "second.ipynb")
-    run = Run(recipe / "runs" / "opt-tiny_5000-10000")
-    assert run.state == "done" and run.status["slice"] == [5000, 10000] and run.metrics[0]["step"] == 5
-    third = papermill("train.ipynb", "out.ipynb", "-p", "start_idx", "10000", "-p", "end_idx", "10064", "-p", "strategy", "fsdp", cwd=recipe)
+    run = Run(recipe / "runs" / "opt-tiny_5000-5160")
+    assert run.state == "done" and run.status["slice"] == [5000, 5160] and run.metrics[0]["step"] == 5
+    third = papermill("train.ipynb", "out.ipynb", "-p", "start_idx", "5160", "-p", "end_idx", "5224", "-p", "strategy", "fsdp", cwd=recipe)
     assert third.returncode == 0, third.stderr[-3000:]
     shown = outputs(recipe / "out.ipynb")
-    assert "continues from checkpoint opt-tiny_5000-10000-epoch-1" in shown and "papermill train.ipynb slice-10064.ipynb -p start_idx 10064" in shown
+    assert "continues from checkpoint opt-tiny_5000-5160-epoch-1" in shown and "papermill train.ipynb slice-5224.ipynb -p start_idx 5224" in shown
 
 
 def test_a_crash_is_not_hidden(recipe, failing_rank):
@@ -55,11 +58,11 @@ def test_bad_parameters(recipe, parameters, reason):
     assert done.returncode != 0 and reason in done.stderr and not (recipe / "runs").exists()
 
 
-def test_a_long_run_leaves_a_small_notebook(recipe, tmp_path):
+def test_a_long_run_leaves_a_small_notebook(recipe, tmp_path, material):
     """Output is one line updated in place and one thinned-out picture, so its size does not grow with the steps."""
     (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(1500)))
-    settings = "-p batch_size 1 -p nproc 1 -p packing padded"
-    done = papermill("train.ipynb", "out.ipynb", "-p", "dataset", tmp_path / "a.txt", *settings.split(), cwd=recipe)
+    settings = "-p batch_size 1 -p nproc 1 -p packing padded -p max_length 32"
+    done = papermill("train.ipynb", "out.ipynb", "-p", "dataset", tmp_path / "a.txt", "-p", "model", material / "model", *settings.split(), cwd=recipe)
     assert done.returncode == 0, done.stderr[-3000:]
     cells = json.loads((recipe / "out.ipynb").read_text())["cells"]
     launched = next(c for c in cells if "".join(c["source"]).startswith("run = launch"))
