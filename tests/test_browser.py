@@ -100,7 +100,8 @@ def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank):
 def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
     here = place()
     attach = IMPORTS + "run = Run.attach(runs('runs')[-1].dir.path)"
-    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)}, wait=False, detach=True)", IMPORTS + "runs('runs')", attach))
+    start = IMPORTS + f"run = launch({LONG.format(1)}, wait=False, detach=True)"
+    page = here.open(make_notebook(here.folder / "a.ipynb", start, IMPORTS + "runs('runs')", attach))
     page.run_cell(0)
     running(here.folder / "runs")
     page.restart_kernel()
