@@ -18,6 +18,7 @@ _SAVE_GRACE_S = 300  # after a SIGTERM; a rank that has nothing to save goes at 
 _CALL_GRACE_S = 3  # a function has nothing to save that we know of
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
 if _IS_COMMAND:
+    import gc
     import json
     import os
     import sys
@@ -28,6 +29,7 @@ if _IS_COMMAND:
         end_with(json.loads(os.environ[NODE_VARIABLE])["supervisor"])
     elif _launcher:
         watch_parent(_launcher, _ORPHAN_GRACE_S)
+    gc.disable()  # until all is imported
 
 import json
 import math
@@ -304,4 +306,6 @@ def _launch(
 
 
 if _IS_COMMAND:
+    gc.freeze()
+    gc.enable()
     main()

@@ -7,6 +7,7 @@ __all__ = ['find_subject', 'Generation', 'main']
 
 # %% ../nbs/08g_generation.ipynb #013da0c2
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from .rundir import RunDir
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
 if _IS_COMMAND:
     end_with_agent()
+    gc.disable()  # as a rank that trains does
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.dup2(1, 2)
     _run_dir = RunDir(sys.argv[1])
@@ -410,4 +412,6 @@ def _leave(code: int) -> None:
 
 
 if _IS_COMMAND:
+    gc.freeze()
+    gc.enable()
     main(_run_dir, _stop)

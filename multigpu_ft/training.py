@@ -7,6 +7,7 @@ __all__ = ['train_step', 'Training', 'main']
 
 # %% ../nbs/06_training.ipynb #4782e31f
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ def _hopeless(node_dir: RunDir) -> bool:
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
 if _IS_COMMAND:
     end_with_agent()
+    gc.disable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the agent asks a rank that hangs where it is
     os.dup2(1, 2)  # one log a rank, with warnings and tracebacks where they happened
     _run_dir = RunDir(sys.argv[1])
@@ -437,4 +439,6 @@ def _leave(code: int) -> None:
 
 
 if _IS_COMMAND:
+    gc.freeze()
+    gc.enable()
     main(_run_dir, _stop)
