@@ -153,20 +153,17 @@ class Cuts:
 
     In the end losses and weights are, bit for bit, those of a run that nobody disturbed."""
 
-    def __init__(self, folder, seed=0, strategy="fsdp", shared=True, nproc=2, timeout_s=5):
-        self.folder, self.random, self.shared = Path(folder), random.Random(seed), shared
-        self.material = faults.make_material(self.folder)
+    def __init__(self, folder, material, server, seed=0, strategy="fsdp", shared=True, nproc=2, timeout_s=5):
+        self.server, self.folder, self.random, self.shared = server, Path(folder), random.Random(seed), shared
         self.cfg = faults.config(
-            self.material, self.folder / "runs", strategy=strategy, num_epochs=60, save_every=10, keep=2, nnodes=2, nproc=nproc,
+            material, self.folder / "runs", strategy=strategy, num_epochs=30, save_every=10, keep=2, nnodes=2, nproc=nproc,
             timeout_s=timeout_s, join_timeout_s=60, max_restarts=10_000, resume_file="none",
         )
         self.gone, self.steps, self.restarts = [], [], 0
 
     def expected(self):
         "Losses and weights of a run of as many ranks on one machine."
-        cfg = self.cfg.replace(run_name="calm", nnodes=1, nproc=2 * self.cfg.nproc, max_restarts=0)
-        command = [BIN / "multigpu-ft", "train", *shlex.split(flags(cfg, leave=()))]
-        subprocess.run([*map(str, command)], check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+        self.server.finish(self.cfg.replace(run_name="calm", nnodes=1, nproc=2 * self.cfg.nproc, max_restarts=0), seconds=300)
         return self._outcome("calm")
 
     def _outcome(self, name):
@@ -178,10 +175,10 @@ class Cuts:
 
     def trial(self, hosts, run, nodes):
         "One cut, while the supervisors meet, while ranks import, load, train or save. Both machines have to be rid of all ranks in time."
-        if self.random.random() < 0.7:
-            while run.status()["state"] != "running" and nodes[0].poll() is None:
-                time.sleep(0.05)
-        time.sleep(self.random.uniform(0, 6))
+        in_training = self.random.random() < 0.7
+        while in_training and run.status()["state"] != "running" and nodes[0].poll() is None:
+            time.sleep(0.05)
+        time.sleep(self.random.uniform(0, 3 if in_training else 6))
         hosts.cut()
         began = time.monotonic()
         ranks = {p for p in workers(self.folder) if "multigpu_ft.nodes" not in p.cmdline()}
@@ -222,7 +219,10 @@ def main():
     found = {}
     for shared in (True, False):
         with tempfile.TemporaryDirectory() as folder:
-            found["one disk" if shared else "two disks"] = Cuts(folder, asked.seed, shared=shared).run(asked.cuts // 2)
+            material = faults.make_material(Path(folder))
+            server = faults.Server(material / "model")
+            found["one disk" if shared else "two disks"] = Cuts(folder, material, server, asked.seed, shared=shared).run(asked.cuts // 2)
+            server.close()
     for name, result in found.items():
         times = result["gone_s"]
         print(f"{name}: {result['cuts']} cuts, {result['restarts']} restarts, ranks gone after {statistics.median(times):.1f} s, {max(times):.1f} s at most")

@@ -8,12 +8,28 @@ import time
 
 import psutil
 import pytest
-from conftest import CellError, processes, ranks, running, until
+from conftest import CellError, Kernel, processes, ranks, running, until
 
 from multigpu_ft import Run, RunConfig, RunDir
 from multigpu_ft.rundir import FAILURE_FILE
 
 IMPORTS = "from multigpu_ft import *\n"
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory):
+    "A kernel, with the Hub or without it, that has no token; what is wrong with a setting it says in the cell, and then runs the next. And its folder."
+    folder, started = tmp_path_factory.mktemp("refusing"), {}
+
+    def start(offline=""):
+        if offline not in started:
+            started[offline] = Kernel(folder, {"HF_TOKEN": "", "HF_HUB_OFFLINE": offline})
+            started[offline].run(IMPORTS)
+        return started[offline], folder
+
+    yield start
+    for k in started.values():
+        k.shutdown()
 
 
 def test_one_rank_raises(kernel, run_root, failing_rank):
@@ -43,13 +59,13 @@ def test_one_rank_is_killed(kernel, run_root):
     assert f"rank 1 (pid {victim}) was killed by signal 9 (SIGKILL): probably out of host memory" in caught.value.value
     until(lambda: not processes(run_root), 2, "all processes gone")
     # the next launch in this kernel works, on a fresh port
-    assert "done" in k.run(f"launch(RunConfig(run_root={str(run_root)!r}, end_idx=32, resume_file='none')).state")
+    assert "done" in k.run(f"launch(RunConfig(run_root={str(run_root)!r}, nproc=1, end_idx=32, resume_file='none')).state")
 
 
 def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
     k = kernel()
-    plain = f"run_root={str(run_root)!r}, packing='padded', batch_size=8"
-    cell = k.start(IMPORTS + f"run = launch(RunConfig({plain}))")
+    plain = f"run_root={str(run_root)!r}, packing='padded'"
+    cell = k.start(IMPORTS + f"run = launch(RunConfig({plain}, batch_size=8, nproc=2))")
     running(run_root)
     k.manager.interrupt_kernel()
     interrupted = time.monotonic()
@@ -60,8 +76,8 @@ def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
     step = int(k.run("print(run.status['step'])"))
     saved = k.run("print(run.status['checkpoint'])").strip()
     assert saved == f"opt-tiny_0-5000-step-{step}"
-    # and training goes on where it stopped
-    shown = k.run(f"again = launch(RunConfig({plain}, max_steps=2)); print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])")
+    # and training goes on where it stopped, be it with one rank
+    shown = k.run(f"again = launch(RunConfig({plain}, batch_size=16, nproc=1, max_steps=2)); print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])")
     assert f"continues from checkpoint {saved}" in shown and f"{step + 1} {16 * (step + 1)}" in shown
 
 
@@ -92,11 +108,11 @@ def test_a_rank_is_killed_before_training_begins(kernel, run_root):
     assert time.monotonic() - killed < 10 and not processes(run_root)
 
 
-@pytest.mark.parametrize("threads", ["1", "4"])
-def test_sigterm_saves(kernel, run_root, threads):
+@pytest.mark.parametrize("threads, nproc", [("1", 2), ("4", 1)])
+def test_sigterm_saves(kernel, run_root, threads, nproc):
     "As a cluster ends a job. With several threads numpy has some that were not ours to start."
     k = kernel(OMP_NUM_THREADS=threads)
-    k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}, nproc=2, batch_size=2), wait=False)")
+    k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}, nproc={nproc}, batch_size=2), wait=False)")
     running(run_root)
     next(p for p in processes(run_root) if "multigpu_ft.agent" in p.cmdline()).terminate()
     until(lambda: not processes(run_root), 30, "saved and gone")
@@ -116,10 +132,13 @@ def test_agent_is_killed(kernel, run_root):
         cell.result(10)
 
 
-def test_hung_rank_is_killed_when_stopped(kernel, run_root):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_no_listener_outside_loopback_and_a_hung_rank_is_killed_when_stopped(kernel, run_root, strategy):
     k = kernel()
-    k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}), wait=False)")
+    k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}, strategy={strategy!r}), wait=False)")
     run_dir = running(run_root)
+    listening = [c.laddr.ip for p in processes(run_root) for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert listening and set(listening) == {"127.0.0.1"}, listening
     psutil.Process(ranks(run_dir)[1]).suspend()
     started = time.monotonic()
     assert "stopped" in k.run("print(run.stop().state)")
@@ -139,24 +158,15 @@ def test_second_interrupt_kills(kernel, run_root):
         cell.result(5)
 
 
-def test_no_listener_outside_loopback(kernel, run_root):
-    k = kernel()
-    for strategy in ("ddp", "fsdp"):
-        k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root / strategy)!r}, strategy={strategy!r}, resume_file='none'), wait=False)")
-        running(run_root / strategy)
-        listening = [c.laddr.ip for p in processes(run_root) for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        assert listening and set(listening) == {"127.0.0.1"}, listening
-        k.run("run.stop()")
-
-
-@pytest.mark.parametrize("line, reason", [
-    ('{"text": "ok"}\n{"text": broken}\n', "line 2: not valid JSON"),
-    ('{"text": "ok"}\n{"body": "no text"}\n', "row 1 of .* has no field 'text'; its fields are: body"),
+@pytest.mark.parametrize("line, reason, nproc", [
+    ('{"text": "ok"}\n{"text": broken}\n', "line 2: not valid JSON", 2),
+    ('{"text": "ok"}\n{"body": "no text"}\n', "row 1 of .* has no field 'text'; its fields are: body", 1),
 ])
-def test_broken_data(kernel, run_root, tmp_path, line, reason):
-    (tmp_path / "a.jsonl").write_text(line)
+def test_broken_data(refusing, run_root, line, reason, nproc):
+    k, folder = refusing("1")
+    (folder / "a.jsonl").write_text(line)
     with pytest.raises(CellError, match=reason) as caught:
-        kernel().run(IMPORTS + f"launch(RunConfig(run_root={str(run_root)!r}, dataset='a.jsonl'))")
+        k.run(f"launch(RunConfig(run_root={str(run_root)!r}, dataset='a.jsonl', nproc={nproc}))")
     assert caught.value.name == "DataError" and "Traceback" not in caught.value.value
 
 
@@ -166,19 +176,19 @@ def test_broken_data(kernel, run_root, tmp_path, line, reason):
     ("start_idx=1000000", "DataError", r"slice 1000000-\(end\) of builtin:python-docs, which has [\d,]+ rows: start_idx is beyond"),
     ("end_idx=1000000", "DataError", r"which has [\d,]+ rows: end_idx is beyond"),
     ("dataset='none.jsonl'", "DataError", "there is no such file"),
-    ("dataset='user/none'", "DataError", "could not be loaded from the Hub"),
+    ("dataset='user/none', nproc=1", "DataError", "could not be loaded from the Hub"),
     ("model='user/none'", "ModelError", "'user/none' could not be loaded"),
     ("strat_idx=5", "ConfigError", "unknown parameter 'strat_idx' .did you mean 'start_idx'"),
     ("hf_token='x'", "ConfigError", "looks like a secret.*HF_TOKEN"),
     ("hf_repo='hf_" + "a" * 34 + "'", "ConfigError", "has the shape of an access token.*HF_TOKEN"),
     ("resume_file='nope'", "CheckpointError", "there is no checkpoint 'nope'"),
     ("hf_repo='me/model'", "CheckpointError", "no Hub token: put it in the environment variable HF_TOKEN"),
-    ("max_length=4096", "ModelError", "beyond the 512 positions"),
+    ("max_length=4096, nproc=1", "ModelError", "beyond the 512 positions"),
 ])
-def test_bad_settings(kernel, run_root, values, name, reason):
-    offline = "1" if "model='user" in values else ""  # one case that waits for the hub client's retries is enough
+def test_bad_settings(refusing, run_root, values, name, reason):
+    k, _ = refusing("" if "dataset='user" in values or "hf_repo='me" in values else "1")  # one case that waits for the hub client's retries is enough
     with pytest.raises(CellError, match=reason) as caught:
-        kernel(HF_TOKEN="", HF_HUB_OFFLINE=offline).run(IMPORTS + f"launch(RunConfig(run_root={str(run_root)!r}, {values}))")
+        k.run(f"launch(RunConfig(run_root={str(run_root)!r}, {values}))")
     assert caught.value.name == name and "Traceback" not in caught.value.value
 
 

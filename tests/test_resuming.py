@@ -39,21 +39,21 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_next_older_taken(material,
     older, newest = first.dir.checkpoints()
     shard = newest / "rank1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    again = launch(cfg)
+    again = launch(cfg.replace(nproc=1, batch_size=4))
     assert again.status["resumed_from"] == str(older) and [m["step"] for m in again.metrics] == [23, 24]
     assert f"checkpoint {newest.name} of {first.name} is damaged: rank1.safetensors has" in remarks(again)[0]
     assert f"an older one is taken, {older.name}" in remarks(again)[0] and remarks(again)[0] in capsys.readouterr().err, "told in the cell, too"
     for checkpoint in [*again.dir.checkpoints(), *first.dir.checkpoints()]:
         (checkpoint / "commit.json").unlink()
     with pytest.raises(CheckpointError, match="no checkpoint can be used: .*commit.json is missing.*resume_file='none' to start from the base model"):
-        launch(cfg)
+        launch(cfg.replace(nproc=1, batch_size=4))
 
 
 def test_the_ledger_tells_gaps_overlaps_and_repeats_before_training(material, run_root, server, capsys):
     cfg = faults.config(material, run_root, num_epochs=1, save_every=None)
     server.finish(cfg.replace(end_idx=16))
     server.finish(cfg.replace(start_idx=12, end_idx=24))
-    gap = launch(cfg.replace(start_idx=30, end_idx=40, max_steps=1))
+    gap = launch(cfg.replace(start_idx=30, end_idx=40, max_steps=1, nproc=1, batch_size=4))
     told = ["rows 24-30 are left out: the slices so far end at row 24, this one starts at row 30"]
     assert remarks(gap) == told and told[0] in capsys.readouterr().err
     repeat = server.finish(cfg.replace(end_idx=16))
@@ -76,7 +76,7 @@ def test_weights_alone_come_with_a_new_optimizer_and_schedule(material, run_root
     other.write_text((material / "texts.jsonl").read_text())
     elsewhere = cfg.replace(dataset=str(other), resume_file=str(first.checkpoints()[-1]))
     with pytest.raises(CheckpointError, match="belongs to another run .dataset: .*resume_scope='weights'"):
-        launch(elsewhere)
+        launch(elsewhere.replace(nproc=1, batch_size=4))
     assert server.finish(elsewhere.replace(resume_scope="weights")).status()["state"] == "done"
 
 
@@ -118,13 +118,13 @@ def test_another_tokenizer_or_text_is_refused(material, run_root, server):
 
 def test_a_run_started_again_goes_on_from_its_own_checkpoint(material, run_root, server):
     "As a cluster starts a killed job again: the same command, the same directory, metrics without a step twice."
-    cfg = faults.config(material, run_root, strategy="fsdp", save_every=5)
+    cfg = faults.config(material, run_root, strategy="fsdp", save_every=5, nproc=1)
     whole = server.finish(cfg.replace(run_root=str(run_root / "whole")))
     run_dir, agent = server.start(cfg)
     until(lambda: len(run_dir.metrics()) >= 8, 30, "8 steps")
     os.kill(agent, signal.SIGKILL)
     faults.wait_for_end(run_dir, agent)
-    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "multigpu_ft.training", run_dir.path]
+    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "1", "-m", "multigpu_ft.training", run_dir.path]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=100)
     assert [(m["step"], m["loss"]) for m in run_dir.metrics()] == [(m["step"], m["loss"]) for m in whole.metrics()]
     assert run_dir.status()["state"] == "done" and run_dir.status()["first_step"] == 1
@@ -182,12 +182,35 @@ def test_what_a_killed_run_left_half_written_is_cleaned_by_the_next(material, ru
 
 # -- stopping -------------------------------------------------------------------------------------------------------
 
-def test_max_hours_stops_in_time_saves_and_says_so(material, run_root):
+SLOW = """
+import sys
+if 'multigpu_ft.training' in sys.orig_argv:
+    import time
+    from multigpu_ft import batches
+    original = batches.epoch_steps
+    def slow(*arguments):
+        for step in original(*arguments):
+            time.sleep(0.05)
+            yield step
+    batches.epoch_steps = slow
+"""
+
+
+@pytest.fixture
+def slow_steps(tmp_path):
+    "Environment in which a step takes its time, but not the processor's."
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SLOW)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
+
+
+def test_max_hours_stops_in_time_saves_and_says_so(material, run_root, slow_steps):
     "From a terminal: exit code 75, and the command that goes on."
     data = ["--model", str(material / "model"), "--dataset", str(material / "texts.jsonl"), "--run-root", str(run_root), "--max-length", "32"]
     started = time.monotonic()
-    command = [BIN / "multigpu-ft", "train", *data, "--num-epochs", "2000", "--max-hours", "0.014", "--packing", "padded"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [BIN / "multigpu-ft", "train", *data, "--num-epochs", "2000", "--max-hours", "0.014", "--packing", "padded", "--nproc", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=slow_steps)
     assert done.returncode == STOPPED_EXIT_CODE, done.stderr
     assert time.monotonic() - started < 0.014 * 3600 + 10
     run = Run(next(run_root.iterdir()))
@@ -200,7 +223,8 @@ def test_max_hours_stops_in_time_saves_and_says_so(material, run_root):
 
 def test_sigterm_to_the_command_saves(material, run_root):
     data = ["--model", str(material / "model"), "--dataset", str(material / "texts.jsonl"), "--run-root", str(run_root), "--max-length", "32"]
-    process = subprocess.Popen([BIN / "multigpu-ft", "train", *data, "--num-epochs", "2000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [BIN / "multigpu-ft", "train", *data, "--num-epochs", "2000", "--nproc", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     running(run_root)
     process.send_signal(signal.SIGTERM)
     asked = time.monotonic()
@@ -328,28 +352,28 @@ def test_a_series_that_was_moved_goes_on_and_one_run_of_another_version_is_no_ob
     assert len(Slices(there.config.replace(run_root=str(moved / "runs"))).runs()) == 2
 
 
-def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path):
+def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path, slow_steps):
     "The driver is killed with SIGKILL in its second slice; the same command again finishes, and one schedule spans all."
     (tmp_path / "nbs").mkdir()
     for name in ("train.ipynb", "slices.ipynb"):
         (tmp_path / "nbs" / name).write_text((NBS / name).read_text())
     data = ["--model", material / "model", "--dataset", material / "texts.jsonl", "--run-root", run_root, "--size", "20", "--max-length", "32"]
-    how = "--num-epochs 15 --save-every 2 --lr-scheduler linear --packing padded --batch-size 1 --json".split()
+    how = "--num-epochs 5 --save-every 2 --lr-scheduler linear --packing padded --batch-size 1 --nproc 1 --json".split()
     command = list(map(str, [BIN / "multigpu-ft", "slices", *data, *how]))
-    driver = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(command, cwd=tmp_path, env=slow_steps, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     folder = run_root / "slices_model_texts_20"
     until(lambda: [p for p in folder.glob("model_20-40/metrics.jsonl") if p.read_text().count("\n") > 5], 90, "the second slice trains")
     driver.kill()
     driver.communicate()
     until(lambda: not processes(run_root), 15, "papermill, its kernel and the ranks gone after their driver")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, env=slow_steps, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["state"] == "done" and [row["slice"] for row in report["slices"]] == ["0-20", "20-40", "40-48"]
-    assert [row["runs"] for row in report["slices"]] == [1, 2, 1] and [row["steps"] for row in report["slices"]] == [150, 150, 60]
+    assert [row["runs"] for row in report["slices"]] == [1, 2, 1] and [row["steps"] for row in report["slices"]] == [100, 100, 40]
     assert sorted(p.name for p in folder.glob("*.ipynb")) == ["slice-0-20.ipynb", "slice-20-40.ipynb", "slice-40-48.ipynb"] and (folder / "loss.png").exists()
     runs = sorted((Run(p.parent) for p in folder.glob("*/config.json")), key=lambda r: r.status["launched"])
     losses, _ = faults.lineage([r.dir for r in runs])
     rates = {m["step"]: m["learning_rate"] for r in runs for m in r.metrics}
-    assert len(losses) == len(rates) == 360
-    assert all(rates[s] > rates[s + 1] for s in range(1, 360)) and rates[360] < 0.01 * rates[1], "one schedule over all slices"
+    assert len(losses) == len(rates) == 240
+    assert all(rates[s] > rates[s + 1] for s in range(1, 240)) and rates[240] < 0.01 * rates[1], "one schedule over all slices"
