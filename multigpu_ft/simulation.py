@@ -6,6 +6,7 @@
 __all__ = ['ARCHITECTURES', 'NoTokenizer', 'longest_batch', 'simulate', 'answer', 'main']
 
 # %% ../nbs/09e_simulation.ipynb #6901fc54
+import gc
 import os
 import sys
 
@@ -13,10 +14,10 @@ from .processes import watch_parent
 
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
 if _IS_COMMAND:
+    gc.disable()  # until all is imported
     watch_parent(os.getppid(), 0.5)  # first of all: importing torch takes seconds in which the kernel may die
 
 # %% ../nbs/09e_simulation.ipynb #15e1075a
-import gc
 import json
 import tempfile
 import time
@@ -369,6 +370,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     "Answers until standard input ends."
     warnings.simplefilter("ignore")
+    gc.freeze()
+    gc.enable()
     gc.set_threshold(200_000, 100, 100)  # there are many objects, and few in circles
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:

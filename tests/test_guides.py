@@ -13,6 +13,7 @@ SMALLER = {  # papermill parameters
     "guide_slices": {"end_idx": 600, "hf_repo": "jane/slices"},
     "guide_chat": {"num_train": 200, "num_epochs": 1, "eval_every": 2, "presets": "qwen3-lora-chat"},
     "guide_sst2": {"num_epochs": 1},
+    "guide_evaluation": {"slice_size": 120, "held_out_end": 9050},
     "guide_loop": {
         "dataset": "sums.jsonl", "num_train": 64, "num_epochs": 20, "nproc": 1, "num_questions": 16, "num_sequences_per_question": 40, "max_new_tokens": 32,
         "num_epochs_again": 1,
