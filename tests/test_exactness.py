@@ -216,7 +216,7 @@ if os.environ.get('RANK') == '1':
     (400, "the gradient was not finite for 25 steps in a row, up to step"),  # within an epoch
     (80, "parameters are no longer finite at step 20, so no checkpoint was made of them"),  # at its end
 ])
-def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_good_checkpoint(run_root, tmp_path, monkeypatch, end_idx, reason):
+def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_good_checkpoint(run_root, tmp_path, monkeypatch, train, end_idx, reason):
     "Parameters turn into NaN on one rank, in the second epoch; the checkpoint of the first is whole and trains on."
     folder = tmp_path / "fault"
     folder.mkdir()
@@ -230,13 +230,13 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_good_checkpoi
     verify_checkpoint(checkpoint)
     metrics = [json.loads(line) for line in next(run_root.glob("*/metrics.jsonl")).read_text().splitlines()]
     assert checkpoint.name.endswith("epoch-1") and metrics[-1]["loss"] is None and metrics[-1]["skipped_steps"] in (25, *range(1, 8))
-    again = launch(cfg.replace(max_steps=3))
+    again = train(cfg.replace(max_steps=3))
     assert again.status["resumed_from"].endswith(checkpoint.name) and all(m["loss"] for m in again.metrics)
 
 
 @pytest.mark.parametrize("setting, recomputed", [("none", []), ("full", [0, 1, 2, 3]), (2, [1, 3]), ("auto", [])])
-def test_activation_checkpointing_changes_no_number(run_root, setting, recomputed):
-    run = launch(RunConfig(run_root=str(run_root), nproc=1, end_idx=60, activation_checkpointing=setting))
+def test_activation_checkpointing_changes_no_number(run_root, train, setting, recomputed):
+    run = train(RunConfig(run_root=str(run_root), nproc=1, end_idx=60, activation_checkpointing=setting))
     assert run.status["checkpointed_blocks"] == {0: "none", 4: "all", 2: "every 2th"}[len(recomputed)]
     assert abs(run.metrics[-1]["loss"] - 8.2) < 0.3
 
@@ -248,10 +248,10 @@ def test_compiled_blocks_draw_the_same_curve(run_root):
 
 
 @pytest.mark.parametrize("strategy, dtype", [("single", "fp32"), ("ddp", "bf16")])
-def test_8_bit_adam_learns_and_goes_on(run_root, strategy, dtype):
+def test_8_bit_adam_learns_and_goes_on(run_root, train, strategy, dtype):
     cfg = RunConfig(run_root=str(run_root), strategy=strategy, dtype=dtype, optimizer="adamw_8bit", packing="padded", end_idx=160)
-    first = launch(cfg.replace(max_steps=10))
-    second = launch(cfg)
+    first = train(cfg.replace(max_steps=10))
+    second = train(cfg)
     assert second.metrics[0]["step"] == 11 and second.metrics[-1]["loss"] < first.metrics[0]["loss"] - 0.5
 
 
@@ -274,8 +274,8 @@ def test_every_kth_block_is_recomputed():
     assert [block.gradient_checkpointing for block in transformer_blocks(model)] == [False, True]
 
 
-def test_a_line_of_metrics_tells_where_the_time_went(run_root):
-    run = launch(RunConfig(run_root=str(run_root), strategy="ddp", end_idx=400, log_every=2))
+def test_a_line_of_metrics_tells_where_the_time_went(run_root, train):
+    run = train(RunConfig(run_root=str(run_root), strategy="ddp", end_idx=400, log_every=2))
     for line in run.metrics[1:]:
         phases = sum(line[f"{phase}_s"] for phase in ("data", "forward_backward", "communication", "optimizer"))
         assert 0.5 * line["step_s"] < phases <= 1.05 * line["step_s"] and 0 <= line["padding"] < 0.5 and line["mfu"] is None

@@ -241,5 +241,5 @@ def test_a_real_encoder_learns_sentiment(shared_data, run_root):
     sys.path.insert(0, str(adapters.Path(__file__).parents[1] / "bench"))
     from classification import config
 
-    run = launch(config(shared_data / "sst2", run_root, "full", end_idx=960, eval_every=None, learning_rate=1e-4))
+    run = launch(config(shared_data / "sst2", run_root, "full", end_idx=960, eval_every=None, eval_end_idx=400, learning_rate=1e-4))
     assert run.status["eval_after"]["accuracy"] > run.status["eval_before"]["accuracy"] + 0.15
