@@ -9,10 +9,14 @@ help:
 install: .venv/installed
 .venv/installed: setup.py settings.ini constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}; name another one with: make PYTHON=python3.11 ...")'
+	@echo 'torch and all that tests and notebooks need, into .venv: this takes some minutes'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@# SkyPilot wants a click that huggingface_hub and wandb have left behind, so its tests ask an environment of its own
+	@touch $@
+
+# SkyPilot wants a click that huggingface_hub and wandb have left behind, so its tests ask an environment of its own
+.venv/skypilot/installed: .venv/installed
 	$(PYTHON) -m venv .venv/skypilot
 	.venv/skypilot/bin/pip install --quiet --constraint constraints.txt skypilot
 	@touch $@
@@ -22,7 +26,7 @@ demo: install
 	$(BIN)/papermill nbs/train.ipynb runs/demo.ipynb -p resume_file none
 	@echo 'notebook  runs/demo.ipynb' && $(BIN)/multigpu-ft runs --last
 
-test: install
+test: install .venv/skypilot/installed
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
 	git diff --exit-code

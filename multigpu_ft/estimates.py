@@ -60,7 +60,7 @@ _COLORS = {
 
 
 def _hours(hours: float) -> str:
-    return f"{hours * 60:.0f} min" if hours < 1.5 else f"{hours:.1f} h"
+    return f"{max(1, hours * 60):.0f} min" if hours < 1.5 else f"{hours:.1f} h"
 
 
 class Estimate:
@@ -166,7 +166,7 @@ class Estimate:
         rows = [(name, f"{size:6.2f} GiB") for name, size in self.categories.items() if size >= 0.005]
         rows.append((f"peak on each GPU, at the {self.moment}", f"{self.peak_gib:6.2f} GiB of {self.limit_gib:.2f}"))
         rows += [(f"host memory at the {moment}", f"{size:6.1f} GiB") for moment, size in self.host_gib.items()]
-        disk = f"{self.disk_gib['checkpoint']:6.2f} GiB; export {self.disk_gib['export']:.2f}; with keep={self.config.keep} up to {self.disk_gib['kept']:.1f}"
+        disk = f"{self.disk_gib['checkpoint']:6.2f} GiB; export {self.disk_gib['export']:.2f}; with keep={self.config.keep} up to {self.disk_gib['kept']:.2f}"
         rows.append(("disk for a checkpoint", disk))
         if self.tokens_per_second:
             rows.append(("speed of all GPUs, roughly", f"{self.tokens_per_second:,.0f} tokens/s; at most {_hours(self.hours)} for {self.rows:,} rows"))
