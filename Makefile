@@ -22,9 +22,10 @@ install: .venv/installed
 	@touch $@
 
 demo: install
-	@mkdir -p runs
-	$(BIN)/papermill nbs/train.ipynb runs/demo.ipynb -p resume_file none
-	@echo 'notebook  runs/demo.ipynb' && $(BIN)/multigpu-ft runs --last
+	@mkdir -p runs/demo
+	@# in a folder of its own, so that no later run goes on from it
+	$(BIN)/papermill nbs/train.ipynb runs/demo/train.ipynb -p run_root runs/demo -p resume_file none
+	@echo 'notebook  runs/demo/train.ipynb' && $(BIN)/multigpu-ft runs --last --run-root runs/demo
 
 test: install .venv/skypilot/installed
 	$(BIN)/nbdev_export

@@ -123,6 +123,7 @@ def _loss_picture(compared: Compared) -> Any:
         right.set(xlabel=f"change from the base ({unit})\n{better}")
         right.grid(axis="x", alpha=0.3)
         right.margins(x=0.15)
+        right.locator_params(axis="x", nbins=5)
         right.tick_params(axis="y", length=0)
         right.spines["left"].set_visible(False)
     return figure
