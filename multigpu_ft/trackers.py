@@ -305,7 +305,7 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
         made_up = _upload(run_dir, status["line"], before_the_files)
         if waiting:
             command = [sys.executable, "-m", "wandb", "sync", *(str(path.parent) for path in waiting)]
-            said = subprocess.run(command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True, text=True).stderr.strip()
+            said = subprocess.run(command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace").stderr.strip()
         made_up += _upload(run_dir, status["line"], the_rest)
     except Exception as error:
         raise ConfigError(f"W&B did not take the run: {_in_short(error)}. Look for the key (WANDB_API_KEY) and the network, and try again.") from None
