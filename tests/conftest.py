@@ -28,6 +28,11 @@ LONGEST = ("nodes", "guides", "failing_well", "project", "estimates", "generatio
            "calls")
 
 
+def slow(*values):
+    "Parameters of a test that `make test` leaves to `make test-slow`."
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def pytest_collection_modifyitems(items):
     import torch
 

@@ -172,7 +172,7 @@ def main():
     models = {name: build(name) for name in ARCHITECTURES}
     for name, model in models.items():
         report["texts"][name] = alone_and_together(model, slice_of(24, seed=1))
-        for packing in ("packed", "bucketed", "padded") if name == "qwen3" else ("packed",):
+        for packing in () if name not in sys.argv[2:] else ("packed", "bucketed", "padded") if name == "qwen3" else ("packed",):
             curves = [curve(model, texts, packing, world, *split) for split in SPLITS]
             labels = [f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}" for strategy, settings in SPLITS]
             report["curves"] |= {label: deviation(points, curves[0]) for label, points in zip(labels[1:], curves[1:], strict=True)}

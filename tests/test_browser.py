@@ -78,6 +78,7 @@ def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
     page.screenshots(shots, "runs", page.output(2))
 
 
+@pytest.mark.slow
 def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank):
     here = place("dark", **failing_rank)
     page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(2)})", "'the next cell ran'"))
@@ -97,6 +98,7 @@ def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank):
     assert len(html) == 1 and "ZeroDivisionError" in html[0] and "<script" not in html[0]
 
 
+@pytest.mark.slow
 def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
     here = place()
     attach = IMPORTS + "run = Run.attach(runs('runs')[-1].dir.path)"
@@ -129,6 +131,7 @@ def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
     page.screenshots(shots, "gone", page.output(2))
 
 
+@pytest.mark.slow
 def test_stopped_by_its_button_while_the_cell_waits(place, shots):
     here = place()
     page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)})", "print('then', run.state)"))
@@ -142,6 +145,7 @@ def test_stopped_by_its_button_while_the_cell_waits(place, shots):
     assert [sorted(o.get("data", ())) for o in saved] == [[], ["text/html", "text/plain"], ["image/png", "text/plain"]], "nothing in it needs a kernel"
 
 
+@pytest.mark.slow
 def test_the_classic_notebook_shows_the_panel_and_interrupts(place, shots):
     here = place(app="nbclassic")
     page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)})"))

@@ -90,6 +90,7 @@ def test_it_shows_in_a_notebook_and_as_text(opt):
     assert [label.get_text() for label in axes.get_yticklabels()] == list(opt.phases)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_with_what_would(little):
     found = estimate(little, gpus=2, gpu_memory_gib=1.2)
     assert found.verdict == "does not fit" and not found.fits and found.remedies
@@ -99,6 +100,7 @@ def test_what_does_not_fit_is_told_with_what_would(little):
     assert f"cfg.replace({next(iter(found.remedies[0].changes))}=" in found._repr_html_()
 
 
+@pytest.mark.slow
 def test_changes_are_offered_in_the_order_of_speed(ask, little):
     t4 = GPU("T4 of which little is left", 1300, T4.capability, T4.flops, T4.bandwidth, T4.link)
     found = remedies(ask, decide(ask, little, t4, 2))
@@ -106,6 +108,7 @@ def test_changes_are_offered_in_the_order_of_speed(ask, little):
     assert len(speeds) > 1 and speeds == sorted(speeds, reverse=True) and any(r.changes.get("strategy") == "fsdp" for r in found)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_that_is_said(little):
     found = estimate(little.replace(tuning="qlora", batch_size=1, strategy="fsdp", activation_checkpointing="full"), gpus=2, gpu_memory_gib=0.66)
     assert not found.remedies and "nothing that was tried would fit" in str(found) and found.tokens_per_second is None and found.hours is None
@@ -113,6 +116,7 @@ def test_where_nothing_fits_that_is_said(little):
         found.fit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": "full"}, {"strategy": "fsdp"}, {"tuning": "lora", "quantization": "none"}])
 def test_a_guess_from_few_blocks_is_near(ask, changes):
     cfg = RunConfig(**{**OPT, "model": "facebook/opt-125m", "strategy": "ddp", **changes})
@@ -144,6 +148,7 @@ def test_auto_is_ddp_where_it_fits(ask, little):
     assert decide(ask, auto, T4, 1).cfg.strategy == "single"
 
 
+@pytest.mark.slow
 def test_auto_recomputes_as_few_blocks_as_fit(ask):
     cfg = RunConfig(strategy="ddp", dtype="fp16", dataset="a/b", batch_size=64, max_length=128)
     none, full = (decide(ask, cfg.replace(activation_checkpointing=way), T4, 2) for way in ("none", "full"))
@@ -176,6 +181,7 @@ def test_what_cannot_be_is_told(kind, gpus, memory, settings, words, monkeypatch
         estimate(RunConfig(**{"max_length": 64, **settings}), gpus=gpus, gpu_memory_gib=memory)
 
 
+@pytest.mark.slow
 def test_a_model_in_a_folder_without_weights(tmp_path):
     "`config.json` is all it takes."
     cfg = RunConfig(model=str(tmp_path), tuning="qlora", strategy="ddp", activation_checkpointing="none", **SMALL)
@@ -187,6 +193,7 @@ def test_a_model_in_a_folder_without_weights(tmp_path):
     assert other.settings()["parameters"] > found.settings()["parameters"], "another model in the same folder is another model"
 
 
+@pytest.mark.slow
 def test_an_answer_is_kept_and_a_process_is_not(monkeypatch):
     cfg, t4 = RunConfig(strategy="ddp", **SMALL), find_gpu("T4")
     with simulations() as ask:
@@ -212,6 +219,7 @@ def test_the_kernel_side_imports_no_torch():
 
 # -- near to what happens -------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora, fsdp", "qlora"])
 def test_it_is_near_to_a_real_run(name, tmp_path):
     "Bytes of torch's CPU allocator in 2 real ranks. bench/memory.py does this for 21 configurations."

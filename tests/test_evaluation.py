@@ -127,6 +127,7 @@ def test_several_checkpoints_and_the_export(trained, alone):
     assert means[-1] < means[1] < means[0]
 
 
+@pytest.mark.slow
 def test_ranks_agree_and_share_the_work(trained, alone, tmp_path):
     run, settings = trained["full"], {"samples": 3, "max_new_tokens": 6, "folder": tmp_path}
     here = score(plan(run, "all", samples=3, max_new_tokens=6, forgetting=named_rows(run.config(), dataset="builtin:python-docs", end_idx=15)))
@@ -238,6 +239,7 @@ def test_what_does_not_belong_together_is_told(trained, alone, tmp_path):
         score(Plan(subjects[0].config, find_subjects([], str(damaged), "x"), rows))
 
 
+@pytest.mark.slow
 def test_the_recipe_under_papermill(trained, tmp_path):
     few = ("-p", "samples", 1, "-p", "max_new_tokens", 4)
     done = papermill(NBS / "evaluate.ipynb", tmp_path / "out.ipynb", "-p", "run", trained["lora"].path, *few, cwd=tmp_path)

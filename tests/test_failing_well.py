@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from conftest import CellError, Kernel, processes, ranks, running, until
+from conftest import CellError, Kernel, processes, ranks, running, slow, until
 
 from multigpu_ft import Run, RunConfig, RunDir
 from multigpu_ft.rundir import FAILURE_FILE
@@ -108,7 +108,7 @@ def test_a_rank_is_killed_before_training_begins(kernel, run_root):
     assert time.monotonic() - killed < 10 and not processes(run_root)
 
 
-@pytest.mark.parametrize("threads, nproc", [("1", 2), ("4", 1)])
+@pytest.mark.parametrize("threads, nproc", [("1", 2), slow("4", 1)])
 def test_sigterm_saves(kernel, run_root, threads, nproc):
     "As a cluster ends a job. With several threads numpy has some that were not ours to start."
     k = kernel(OMP_NUM_THREADS=threads)
@@ -132,7 +132,7 @@ def test_agent_is_killed(kernel, run_root):
         cell.result(10)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 def test_no_listener_outside_loopback_and_a_hung_rank_is_killed_when_stopped(kernel, run_root, strategy):
     k = kernel()
     k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}, strategy={strategy!r}), wait=False)")
@@ -145,6 +145,7 @@ def test_no_listener_outside_loopback_and_a_hung_rank_is_killed_when_stopped(ker
     assert time.monotonic() - started < 10 and not processes(run_root)
 
 
+@pytest.mark.slow
 def test_second_interrupt_kills(kernel, run_root):
     k = kernel()
     cell = k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
@@ -176,7 +177,7 @@ def test_broken_data(refusing, run_root, line, reason, nproc):
     ("start_idx=1000000", "DataError", r"slice 1000000-\(end\) of builtin:python-docs, which has [\d,]+ rows: start_idx is beyond"),
     ("end_idx=1000000", "DataError", r"which has [\d,]+ rows: end_idx is beyond"),
     ("dataset='none.jsonl'", "DataError", "there is no such file"),
-    ("dataset='user/none', nproc=1", "DataError", "could not be loaded from the Hub"),
+    slow("dataset='user/none', nproc=1", "DataError", "could not be loaded from the Hub"),
     ("model='user/none'", "ModelError", "'user/none' could not be loaded"),
     ("strat_idx=5", "ConfigError", "unknown parameter 'strat_idx' .did you mean 'start_idx'"),
     ("hf_token='x'", "ConfigError", "looks like a secret.*HF_TOKEN"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import faults
 import pytest
+from conftest import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,13 +27,14 @@ def kills(material, server):
     return faults.Kills(material, server)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 50, 10))
+@pytest.mark.parametrize("first_seed", [0, *map(slow, range(5, 50, 5))])
 def test_killed_at_any_moment_it_ends_as_if_undisturbed(kills, first_seed):
     "Parameters, moments, losses and the texts of each step are those of the undisturbed run, to the bit."
-    for seed in range(first_seed, first_seed + 10):
+    for seed in range(first_seed, first_seed + 5):
         kills.trial(seed)
 
 
+@pytest.mark.slow
 def test_killed_under_torchrun_it_ends_as_if_undisturbed(kills):
     faults.torchrun_trial(kills, 1)
 
@@ -49,6 +51,7 @@ def test_a_rank_that_has_left_in_order_is_no_reason_to_give_up(kills):
     assert (kind, state) == ("SIGTERM to all", "stopped")
 
 
+@pytest.mark.slow
 def test_other_ranks_strategies_and_micro_batches_see_each_text_once(material, server):
     reshapes = faults.Reshapes(material, server)
     for seed in range(20):

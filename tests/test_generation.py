@@ -63,6 +63,7 @@ def asked(models, name="opt", **settings):
     return {"model": str(models / name), "dataset": str(models / "questions.jsonl"), **common, **settings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["opt", "qwen3"])
 def test_ranks_and_batch_size_change_nothing(models, tmp_path, name):
     made = {}
@@ -159,6 +160,7 @@ def kill_often(models, folder, kills, sequences):
     }
 
 
+@pytest.mark.slow
 def test_kills_lose_and_repeat_nothing(models, tmp_path):
     outcome = kill_often(models, tmp_path, kills=3, sequences=100)
     assert outcome["same"], outcome
@@ -178,6 +180,7 @@ def test_stopped_and_gone_on_with(models, tmp_path):
     assert answers.state == "done" and len(answers) == 4000 and answers.about["made"] == 4000 - before
 
 
+@pytest.mark.slow
 def test_what_cannot_be_asked_is_counted(models, tmp_path):
     file = tmp_path / "q.jsonl"
     rows = [{"question": "w1 w2"}, {"question": "  "}, {"question": "w3 " * 95}, {"question": "w4 " * 80, "id": "long"}]
@@ -224,6 +227,7 @@ def test_stop_strings_and_validation(models, tmp_path):
     assert run.state == "done" and "eval_after" in run.status and "no chat template" in " ".join(run.status["remarks"])
 
 
+@pytest.mark.slow
 def test_an_adapter_is_asked(models, tmp_path):
     generate(**asked(models, "qwen3"), output=tmp_path / "traj.jsonl", nproc=1)
     common = {"task": "chat", "dataset": str(tmp_path / "traj.jsonl"), "max_length": 64, "run_root": str(tmp_path / "runs"), "nproc": 1}

@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from conftest import NBS, REPO, outputs, papermill, processes
+from conftest import NBS, REPO, outputs, papermill, processes, slow
 from hub import Hub, environment
 
 GUIDES = sorted(path.stem for path in NBS.glob("guide_*.ipynb"))
@@ -19,6 +19,7 @@ SMALLER = {  # papermill parameters
         "num_epochs_again": 1,
     },
 }
+SLOW = ("guide_chat", "guide_evaluation", "guide_machines", "guide_strategies")
 
 
 def read(notebook):
@@ -42,7 +43,7 @@ def run(notebook, folder, parameters=(), env=None):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("guide", sorted(set(GUIDES) - {"guide_slices", "guide_loop"}))
+@pytest.mark.parametrize("guide", [slow(guide) if guide in SLOW else guide for guide in GUIDES if guide not in ("guide_slices", "guide_loop")])
 def test_a_guide_runs_from_top_to_bottom(guide, folder):
     run(NBS / f"{guide}.ipynb", folder, SMALLER.get(guide, {}))
 
@@ -57,6 +58,7 @@ def test_slices_over_days_and_through_the_hub(folder, tmp_path):
     assert "day-1-2: continues from checkpoint" in shown and "from-the-hub: continues from checkpoint" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_learns_to_add_and_then_from_its_own_additions(folder):
     sums = [(i % 6, i // 6 % 6) for i in range(72)]
@@ -83,6 +85,7 @@ def test_a_guide_is_short_and_has_its_pictures(guide):
         assert (NBS / link).exists(), link
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kaggles_kernels_train_and_evaluate(folder):
     shown = run(KAGGLE / "train" / "train.ipynb", folder, {"preset": "tiny", "end_idx": 120})

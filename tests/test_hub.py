@@ -288,6 +288,7 @@ def test_whatever_happens_on_the_way(hub, client, seed):
 
 # -- runs -----------------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_a_cold_machine_goes_on_bit_for_bit(hub, hub_server, material, run_root, tmp_path):
     "The second half of a run, in a fresh directory, with model and texts in another folder, from what the first half sent to the Hub."
     cfg = faults.config(material, run_root / "a", strategy="fsdp", save_every=3)
@@ -328,6 +329,7 @@ def test_a_cold_machine_goes_on_bit_for_bit(hub, hub_server, material, run_root,
     assert "belongs to another run (dataset:" in json.loads(other.error_file(0).read_text())["message"]["message"]
 
 
+@pytest.mark.slow
 def test_a_hub_that_refuses_costs_a_run_nothing_and_sync_sends_it_later(hub, hub_server, material, run_root):
     hub.create("jane/base")
     hub.put("jane/base", **{p.name: p.read_bytes() for p in (material / "model").iterdir()})

@@ -12,6 +12,7 @@ import faults
 import hosts
 import psutil
 import pytest
+from conftest import slow
 
 from multigpu_ft import Run, RunConfig, RunDir, deploy_kubernetes
 from multigpu_ft.commands import flags
@@ -75,18 +76,20 @@ def assert_trained_as_one(cfgs, texts, expected):
 
 
 # On one disk: hybrid sharding in the next test; with a rank each, ddp where a machine comes late, full sharding where one is stopped.
-@pytest.mark.parametrize("settings", [{}, {"strategy": "fsdp"}, HYBRID], ids=["ddp", "full shard", "hybrid"])
+@pytest.mark.parametrize("settings", [{}, slow({"strategy": "fsdp"}), slow(HYBRID)], ids=["ddp", "full shard", "hybrid"])
 def test_two_machines_with_a_disk_each_train_as_one(net, material, one_host, tmp_path, settings):
     cfgs = configs(material, tmp_path, shared=False, **settings)
     assert_trained_as_one(cfgs, run_both(net, cfgs)[1], one_host(4))
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_adds_up_micro_batches_before_nodes_hear_of_them(net, material, one_host, tmp_path):
     split = {"batch_size": 1, "accum_steps": 2, "communication": "micro_batch"}
     cfgs = configs(material, tmp_path, **HYBRID, **split)
     assert_trained_as_one(cfgs, run_both(net, cfgs)[1], one_host(4, strategy="fsdp", **split))
 
 
+@pytest.mark.slow
 def test_plain_torchrun_does_it_too(net, material, one_host, tmp_path):
     cfg, _ = configs(material, tmp_path, strategy="fsdp", nproc=1)
     run_dir = RunDir.create(cfg)
@@ -101,6 +104,7 @@ def test_plain_torchrun_does_it_too(net, material, one_host, tmp_path):
     assert all(abs(a[1] - b[1]) < 1e-5 for a, b in zip(hosts.losses(run_dir.path), one_host(2), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["one disk", "two disks"])
 def test_stopped_on_one_machine_and_started_again_on_both(net, material, server, tmp_path, shared):
     "The second machine is to go: both save, end, and say that it was no failure. Started again, they go on with the bits they had."
@@ -124,6 +128,7 @@ def test_stopped_on_one_machine_and_started_again_on_both(net, material, server,
     assert faults.final_state(run_dir.checkpoints()[-1]) == faults.final_state(calm.checkpoints()[-1])
 
 
+@pytest.mark.slow
 def test_asked_to_stop_a_job_has_done_what_it_should(net, material, tmp_path):
     cfgs = configs(material, tmp_path, num_epochs=200, nproc=1)
     run_dir = RunDir(tmp_path / "runs" / "two")
@@ -154,6 +159,7 @@ def test_a_cut_link_ends_both_sides(net, material, tmp_path):
     assert run_dir.status()["step"] == 120
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shared", [True, False], ids=["one disk", "two disks"])
 def test_the_link_is_cut_again_and_again(material, server, tmp_path, shared):
@@ -161,7 +167,7 @@ def test_the_link_is_cut_again_and_again(material, server, tmp_path, shared):
     print(hosts.Cuts(tmp_path, material, server, seed=3 + shared, shared=shared, nproc=1).run(10))
 
 
-@pytest.mark.parametrize("signal_name, nproc", [("SIGKILL", 2), ("SIGSTOP", 1)])
+@pytest.mark.parametrize("signal_name, nproc", [("SIGKILL", 2), slow("SIGSTOP", 1)])
 def test_a_rank_of_the_other_machine_fails(net, material, tmp_path, signal_name, nproc):
     cfgs = configs(material, tmp_path, num_epochs=200, nproc=nproc)
     cfgs = [cfg.replace(timeout_s=8) for cfg in cfgs]
@@ -176,6 +182,7 @@ def test_a_rank_of_the_other_machine_fails(net, material, tmp_path, signal_name,
     assert ("was killed by signal 9" if signal_name == "SIGKILL" else "it was stopped by a signal") in texts[0]
 
 
+@pytest.mark.slow
 def test_a_machine_that_comes_late_or_never(net, material, one_host, tmp_path):
     cfgs = configs(material, tmp_path, nproc=1, join_timeout_s=20)
     late = net.train(1, cfgs[1])
@@ -236,6 +243,7 @@ def test_texts_that_differ_between_machines(net, material, tmp_path):
     assert codes == [1, 1] and all("DataError: texts of rank 1, on node 1, are not those of node 0" in text for text in texts), texts
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_job(net, material, tmp_path):
     "The very command of the pods that are rendered, with what Kubernetes would set: evicted, they end with 75 on both nodes; started again, they are done."
     shared, config = tmp_path / "shared", tmp_path / "config"
@@ -269,6 +277,7 @@ def test_the_pods_of_a_job(net, material, tmp_path):
     assert list((shared / "runs" / "tensorboard").rglob("events.*"))
 
 
+@pytest.mark.slow
 def test_restarts_on_one_machine(material, server, tmp_path):
     "`max_restarts` also holds for a rank that dies on the only machine."
     cfg = faults.config(material, tmp_path / "runs", run_name="one", resume_file="none", num_epochs=20, max_restarts=1)

@@ -19,6 +19,7 @@ def recipe(tmp_path):
     assert not processes(folder)
 
 
+@pytest.mark.slow
 def test_slices_one_after_the_other(recipe):
     first = papermill("train.ipynb", "first.ipynb", "-p", "end_idx", "64", "-p", "packing", "padded", "-p", "batch_size", "8", cwd=recipe)
     assert first.returncode == 0, first.stderr[-3000:]
@@ -58,6 +59,7 @@ def test_bad_parameters(recipe, parameters, reason):
     assert done.returncode != 0 and reason in done.stderr and not (recipe / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_long_run_leaves_a_small_notebook(recipe, tmp_path, material):
     """Output is one line updated in place and one thinned-out picture, so its size does not grow with the steps."""
     (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(1500)))

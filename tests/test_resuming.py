@@ -9,7 +9,7 @@ import time
 import faults
 import psutil
 import pytest
-from conftest import BIN, NBS, processes, ranks, running, until
+from conftest import BIN, NBS, processes, ranks, running, slow, until
 
 from multigpu_ft import CheckpointError, Run, RunConfig, RunDir, RunFailed, Slices, launch
 from multigpu_ft.lineage import commit, contents, find_checkpoints, fingerprint, read_progress, verify_checkpoint
@@ -205,6 +205,7 @@ def slow_steps(tmp_path):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_max_hours_stops_in_time_saves_and_says_so(material, run_root, slow_steps):
     "From a terminal: exit code 75, and the command that goes on."
     data = ["--model", str(material / "model"), "--dataset", str(material / "texts.jsonl"), "--run-root", str(run_root), "--max-length", "32"]
@@ -234,6 +235,7 @@ def test_sigterm_to_the_command_saves(material, run_root):
     assert run.state == "stopped" and saved_what_it_did(run) and not processes(run_root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_stopped_process_is_found_within_the_timeout(run_root, strategy):
     "SIGSTOP, the purest hang: the rank neither answers its peers nor hears SIGTERM."
@@ -285,7 +287,7 @@ if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), "fsdp"])
 def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(material, run_root, tmp_path, monkeypatch, server, strategy):
     "The global batch, and with it the curve, is kept."
     if not (material / "smooth").exists():
@@ -352,6 +354,7 @@ def test_a_series_that_was_moved_goes_on_and_one_run_of_another_version_is_no_ob
     assert len(Slices(there.config.replace(run_root=str(moved / "runs"))).runs()) == 2
 
 
+@pytest.mark.slow
 def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path, slow_steps):
     "The driver is killed with SIGKILL in its second slice; the same command again finishes, and one schedule spans all."
     (tmp_path / "nbs").mkdir()

@@ -171,6 +171,7 @@ def start_as_sagemaker_does(folder, hyper_parameters, **environ):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_entry_trains_and_goes_on_after_an_interruption(aws, tmp_path):
     from sagemaker.train.container_drivers.scripts.environment import deserialize_hyperparameters
 

@@ -84,6 +84,7 @@ def assert_clean(folder, canaries, watched):
     assert [name for name, value in canaries.items() if value in said] == []
 
 
+@pytest.mark.slow
 def test_a_papermill_run_its_repository_and_its_evaluation_leave_none(place):
     folder, canaries, environment, server = place
     (folder / "hub").mkdir()

@@ -215,6 +215,7 @@ def test_an_experiment_on_an_older_checkpoint_is_a_curve_of_its_own(material, se
 
 # -- W&B as it may be -----------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_online_over_slices_and_a_death_of_wandb_itself(material, server, run_root):
     wandb = WandbServer()
     try:
@@ -343,6 +344,7 @@ def counted_on_each_rank(strategy_name):
     return {"wrong": wrong, "extremes": extremes, "sums": float(sums), "collectives": len(calls), "parameters": parameters}
 
 
+@pytest.mark.slow
 def test_counts_are_numpys_however_tensors_are_spread(tmp_path):
     from multigpu_ft import launch
 

