@@ -276,7 +276,7 @@ class RunConfig(BaseModel):
             raise ValueError(f"offload='all' moves parameters, which {self.strategy} keeps whole on every GPU; use strategy='zero3', or offload='optimizer'")
         if self.optimizer == "adamw_8bit":
             raise ValueError(f"optimizer='adamw_8bit' keeps its state in blocks that {self.strategy} cannot cut; use optimizer='adamw', or strategy='ddp'")
-        if self.zero_stage == 3 and (self.tuning in ("qlora", "lora8bit") or self.quantization in ("4bit", "8bit")):
+        if self.zero_stage == 3 and self.quantized:
             raise ValueError(
                 "zero3 cuts weights into flat pieces and casts them, which packed 4-bit and 8-bit weights do not survive; use strategy='fsdp' with "
                 "tuning='qlora', strategy='ddp', or tuning='lora' with quantization='none'"
@@ -332,22 +332,24 @@ class RunConfig(BaseModel):
         "The names in `tracker`."
         return tuple(name for name in self.tracker.replace(" ", "").split(",") if name and name != "none")
 
-    def _check_tuning(self) -> None:
+    @property
+    def quantized(self) -> str | None:
+        "`4bit` or `8bit` if frozen weights shall be kept so; `None` if not, or if `auto` is yet to choose."
         wanted = {"qlora": "4bit", "lora8bit": "8bit"}.get(self.tuning, self.quantization)
-        if self.quantization not in ("auto", wanted):
-            raise ValueError(f"tuning={self.tuning!r} means quantization={wanted!r}, not {self.quantization!r}; leave quantization on 'auto', or tuning='lora'")
-        if self.tuning == "full" and wanted in ("8bit", "4bit"):
-            raise ValueError(
-                f"weights in {wanted} cannot be trained themselves; use tuning={'qlora' if wanted == '4bit' else 'lora8bit'!r}, which trains an adapter on them"
-            )
+        return wanted if wanted in ("4bit", "8bit") else None
+
+    def _check_tuning(self) -> None:
+        if self.quantized and self.quantization not in ("auto", self.quantized):
+            raise ValueError(f"quantization={self.quantization!r}, but tuning={self.tuning!r} means {self.quantized!r}; leave it on 'auto', or tuning='lora'")
+        if self.tuning == "full" and self.quantized:
+            adapter = "qlora" if self.quantized == "4bit" else "lora8bit"
+            raise ValueError(f"weights in {self.quantized} cannot be trained themselves; use tuning={adapter!r}, which trains an adapter on them")
         if self.tuning == "full" and self.merge_adapter:
             raise ValueError("merge_adapter=True, but tuning='full' has no adapter; its export is the whole model as it is")
-        if wanted == "8bit" and self.strategy == "fsdp":
-            raise ValueError(
-                "8-bit weights keep their scales outside the tensor that fsdp shards; use tuning='qlora' (4-bit) with fsdp, or strategy='ddp' or 'single'"
-            )
-        if wanted in ("8bit", "4bit") and self.compile:
-            raise ValueError(f"compile=True does not work on weights in {wanted}; use compile=False, or quantization='none'")
+        if self.quantized == "8bit" and self.strategy == "fsdp":
+            raise ValueError("8-bit weights keep their scales outside the tensor that fsdp shards; use tuning='qlora' with fsdp, or strategy='ddp' or 'single'")
+        if self.quantized and self.compile:
+            raise ValueError(f"compile=True does not work on weights in {self.quantized}; use compile=False, or quantization='none'")
 
     def __repr_args__(self):
         "Only what differs from the defaults, so that a cell's output stays readable."
@@ -373,9 +375,8 @@ class RunConfig(BaseModel):
         `namespace` is the starting point, and parameters that are `None` leave its value alone.
         """
         named = plain_values(namespace)
-        preset = named.get("preset")
         values = {k: v for k, v in named.items() if k not in ignore and not (k in cls.model_fields and v is None)}
-        return cls.preset(preset, **values) if preset else cls(**values)
+        return cls.preset(named["preset"], **values) if named.get("preset") else cls(**values)
 
     def replace(self, /, **changes: Any) -> RunConfig:
         "A copy with `changes`, validated anew. With another `model` or `tuning`, a learning rate that was the default becomes theirs."

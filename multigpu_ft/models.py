@@ -162,7 +162,7 @@ def head_modules(model: nn.Module) -> list[str]:
 # %% ../nbs/02_models.ipynb #079600ac
 def choose_quantization(cfg: RunConfig, world_size: int, device: torch.device) -> tuple[str, str]:
     "`none`, `8bit` or `4bit`, and the reason in words. Raises `ConfigError` if bitsandbytes, which it takes, is missing."
-    wanted = {"qlora": "4bit", "lora8bit": "8bit"}.get(cfg.tuning, cfg.quantization)
+    wanted = cfg.quantized or cfg.quantization
     missing = next((name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None), None)
     if wanted == "auto" or cfg.tuning == "full":
         if cfg.tuning == "full":

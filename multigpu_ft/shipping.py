@@ -25,7 +25,7 @@ _NAME = "multigpu_ft"
 
 
 def _extras(cfg: RunConfig) -> set[str]:
-    packed = cfg.tuning in ("qlora", "lora8bit") or cfg.quantization in ("4bit", "8bit") or cfg.optimizer == "adamw_8bit"
+    packed = bool(cfg.quantized) or cfg.optimizer == "adamw_8bit"
     needs = {"deepspeed": cfg.strategy == "accelerate" or bool(cfg.zero_stage), "quantization": packed, "tracking": bool(cfg.trackers)}
     return {name for name, needed in needs.items() if needed}
 

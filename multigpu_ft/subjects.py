@@ -160,9 +160,8 @@ def quantization_of(subject: Subject | None, base: RunConfig, world: World, want
     """In what precision weights are that were not trained: as `wanted`, or as they were beside the adapter.
 
     Raises `ConfigError` if that takes a package that is missing."""
-    beside = (subject.quantization or {"qlora": "4bit", "lora8bit": "8bit"}.get(subject.config.tuning)) if subject and subject.has_adapter else None
+    beside = (subject.quantization or subject.config.quantized) if subject and subject.has_adapter else None
     stored = wanted or beside or "none"
     if stored == "none":
         return stored
-    tuning = {"4bit": "qlora", "8bit": "lora8bit"}.get(stored, "lora")
-    return choose_quantization(base.replace(tuning=tuning, quantization=stored), world.size, world.device)[0]
+    return choose_quantization(base.replace(tuning="lora", quantization=stored), world.size, world.device)[0]
