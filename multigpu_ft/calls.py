@@ -32,7 +32,7 @@ from .config import ConfigError
 from .failures import RunFailed, ending, failure_of, tail
 from .gpus import visible_gpus
 from .machine import use_secrets
-from .processes import end_with_agent, is_running, write_error
+from .processes import end_with_agent, is_running, leave, write_error
 from .rundir import RunDir, write_json
 
 # %% ../nbs/09d_calls.ipynb #f453b931
@@ -234,12 +234,12 @@ def _rank_main(folder: Path) -> None:
             (folder / _RESULT).write_bytes(packed)
     except BaseException as error:
         write_error(RunDir(folder).error_file(rank), error.with_traceback(_from_the_users_code(error.__traceback__)))
-        _leave(1)
+        leave(1)
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()  # it may be writing a file
     atexit._run_exitfuncs()  # of trackers and the like
-    _leave(0)
+    leave(0)
 
 
 def _from_the_users_code(frames: types.TracebackType | None) -> types.TracebackType | None:
@@ -271,13 +271,6 @@ def _pack_for_the_kernel(result: Any) -> bytes:
     packed = io.BytesIO()
     HostPickler(packed).dump(result)
     return packed.getvalue()
-
-
-def _leave(code: int) -> None:
-    "Without the interpreter's own end, in which a process group that is still there may wait for its peers."
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__" and bool(globals().get("__spec__")):  # python -m, and not the notebook

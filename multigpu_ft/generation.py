@@ -13,7 +13,7 @@ import signal
 import sys
 
 from .config import hide_secrets
-from .processes import IDLE, Beat, StopSignal, end_with_agent, write_error
+from .processes import IDLE, Beat, StopSignal, end_with_agent, leave, write_error
 from .rundir import RunDir
 
 _IS_COMMAND = __name__ == "__main__" and bool(globals().get("__spec__"))  # python -m, and not the notebook
@@ -400,15 +400,8 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
         rank = int(os.environ.get("RANK", 0))
         write_error(Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.error_file(rank)), error)
         print(hide_secrets(traceback.format_exc()), file=sys.stderr)
-        _leave(1)
-    _leave(0)
-
-
-def _leave(code: int) -> None:
-    "Without the interpreter's own end, in which threads of the store may wait."
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        leave(1)
+    leave(0)
 
 
 if _IS_COMMAND:

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['AGENT_PID_VARIABLE', 'NODE_VARIABLE', 'IDLE', 'LEFT', 'is_running', 'is_stopped', 'processes_of', 'end_with',
-           'end_with_agent', 'watch_parent', 'StopSignal', 'write_error', 'read_error', 'Beat', 'read_beat', 'has_left']
+           'end_with_agent', 'watch_parent', 'StopSignal', 'leave', 'write_error', 'read_error', 'Beat', 'read_beat',
+           'has_left']
 
 # %% ../nbs/00a_processes.ipynb #07734942
 import ctypes
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -108,6 +110,13 @@ class StopSignal:
         while not self._hopeless():
             time.sleep(0.2)
         os._exit(128 + signal.SIGTERM)
+
+# %% ../nbs/00a_processes.ipynb #e41ca826
+def leave(code: int) -> NoReturn:
+    "End this process without the interpreter's own end, in which threads of a process group or of its store may wait for a peer."
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 # %% ../nbs/00a_processes.ipynb #1a4e7c30
 def write_error(path: Path, error: BaseException) -> None:

@@ -13,7 +13,7 @@ import signal
 import sys
 
 from .config import RunConfig, hide_secrets
-from .processes import IDLE, LEFT, Beat, StopSignal, end_with_agent, has_left, is_running, write_error
+from .processes import IDLE, LEFT, Beat, StopSignal, end_with_agent, has_left, is_running, leave, write_error
 from .rundir import RunDir
 
 
@@ -428,14 +428,8 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
         print(hide_secrets(traceback.format_exc()), file=sys.stderr)
         if training:
             training.trackers.close(failed=True)
-        _leave(1)
-    _leave(0)
-
-
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        leave(1)
+    leave(0)
 
 
 if _IS_COMMAND:
