@@ -27,7 +27,7 @@ import psutil
 
 from . import machine
 from .failures import RunFailed
-from .gpus import Device, installed_gpus, visible_among
+from .gpus import Device, has_bf16, installed_gpus, visible_among
 from .launcher import launch
 
 # %% ../nbs/11a_checkup.ipynb #4ad59cf1
@@ -140,7 +140,7 @@ def _gpu_row(gpus: list[Device]) -> Row:
         return Row("GPUs", "warn", f"none to be used: {hides}", "Unset CUDA_VISIBLE_DEVICES before the first cell.")
     kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(map(str, visible)).items())
     capabilities = sorted({g.capability for g in visible}, key=float)
-    half = "bf16" if float(capabilities[0]) >= 8 else "fp16, since bf16 begins with 8.0"
+    half = "bf16" if has_bf16(tuple(map(int, capabilities[0].split(".")))) else "fp16, since bf16 begins with 8.0"
     found = "; ".join(filter(None, [kinds, f"driver {visible[0].driver}", f"compute capability {', '.join(capabilities)}: {half}", hides]))
     busy = [f"GPU {g.index}: {g.used / 1e9:.1f} GB" for g in visible if g.used > 1e9]
     if busy:

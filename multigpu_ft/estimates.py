@@ -16,7 +16,7 @@ import psutil
 from .config import BUILTIN_DATASET, ConfigError, RunConfig
 from .data import count_rows
 from .fitting import CLOSE, DOES_NOT, FITS, MAY_NOT, Fit, Remedy, Simulations, decide, remedies, simulations
-from .gpus import GPU, find_gpu, visible_gpus
+from .gpus import GPU, find_gpu, has_bf16, visible_gpus
 from .machine import default_run_root, session_hours
 from .panel import say
 from .pictures import png_bytes
@@ -120,7 +120,7 @@ class Estimate:
         hours = self.config.max_hours or session_hours() or _SESSION_HOURS
         if self.hours and self.hours > hours:
             said.append(f"it may take up to {_hours(self.hours)}, longer than a session of {_hours(hours)}: it would go on in the next one")
-        if self.decided.dtype == "bf16" and self.gpu.capability < (8, 0):
+        if self.decided.dtype == "bf16" and not has_bf16(self.gpu.capability):
             said.append(f"a {self.gpu.name} computes bf16 by emulation, several times slower than fp16")
         return said
 

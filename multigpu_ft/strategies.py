@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .config import ConfigError, RunConfig
+from .gpus import has_bf16
 from .loading import check_packed, let_go, packed_outputs, receive, trim_heap
 from .models import packed_layers, transformer_blocks
 
@@ -102,7 +103,7 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
         return _DTYPES[dtype]
     if device.type != "cuda":
         return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    return torch.bfloat16 if has_bf16(torch.cuda.get_device_capability(device)) else torch.float16
 
 # %% ../nbs/03_strategies.ipynb #c8351160
 def free_bytes(device: torch.device) -> float:
