@@ -40,6 +40,11 @@ class Estimate:
     def excludes_zero(self) -> bool:
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
+    @property
+    def percent(self) -> "Estimate":
+        "Of a share, the same in percent."
+        return Estimate(*(None if part is None else 100 * part for part in (self.value, self.low, self.high)))
+
 
 def _student(freedom: int) -> float:
     "Quantile of Student's t, by the expansion around the normal one (Abramowitz and Stegun 26.7.5): wrong by less than 1e-4 from 9 degrees of freedom on."

@@ -64,18 +64,14 @@ def _high(estimate: Estimate) -> float:
 
 def _level(result: Result) -> Estimate | None:
     "What a model is judged by: accuracy in percent, or loss."
-    return _percent(result.accuracy) if result.accuracy else result.loss
+    return result.accuracy.percent if result.accuracy else result.loss
 
 
 def _change(result: Result) -> Estimate | None:
     "Its change from the base."
     if result.to_base is None:
         return None
-    return _percent(result.to_base.accuracy) if result.to_base.accuracy else result.to_base.loss
-
-
-def _percent(share: Estimate) -> Estimate:
-    return Estimate(*(None if part is None else 100 * part for part in (share.value, share.low, share.high)))
+    return result.to_base.accuracy.percent if result.to_base.accuracy else result.to_base.loss
 
 
 def _names(comparison: Comparison) -> tuple[str, str, str]:

@@ -73,7 +73,7 @@ def _interval(estimate: Estimate | None, sign: str = "", places: int | None = No
 
 
 def _percent(estimate: Estimate | None, sign: str = "") -> str:
-    return _interval(estimate and Estimate(*(None if v is None else 100 * v for v in (estimate.value, estimate.low, estimate.high))), sign, 1)
+    return _interval(estimate and estimate.percent, sign, 1)
 
 
 def _cells(compared: Compared, comparison: Comparison) -> list[list[str]]:
