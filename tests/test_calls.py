@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 
-import kernels
+import notebook_kernels
 import pytest
 from conftest import CellError
 
@@ -157,10 +157,10 @@ def test_directories_of_dead_kernels_are_swept(tmp_path, monkeypatch):
     assert launch(lambda: 1, nproc=1) == 1 and [p.name for p in tmp_path.iterdir()] == ["multigpu_ft-call-alive"]
 
 
-@pytest.mark.parametrize("fault", kernels.FAULTS)
-@pytest.mark.parametrize("launcher", kernels.CELLS)
+@pytest.mark.parametrize("fault", notebook_kernels.FAULTS)
+@pytest.mark.parametrize("launcher", notebook_kernels.CELLS)
 def test_nothing_outlives_its_kernel_or_agent(tmp_path, launcher, fault):
-    found = kernels.trial(tmp_path, launcher, fault, 1.5 if launcher == "%%torchrun" else 3)
+    found = notebook_kernels.trial(tmp_path, launcher, fault, 1.5 if launcher == "%%torchrun" else 3)
     assert found.get("seconds", 99) < (10 if fault == "interrupt" else 5), found
 
 
@@ -168,4 +168,4 @@ def test_nothing_outlives_its_kernel_or_agent(tmp_path, launcher, fault):
 def test_a_launch_after_a_crash_works(tmp_path, launcher):
     import random
 
-    assert kernels.relaunch(tmp_path, launcher, 1, random.Random(1)) == 1
+    assert notebook_kernels.relaunch(tmp_path, launcher, 1, random.Random(1)) == 1

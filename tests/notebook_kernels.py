@@ -1,6 +1,6 @@
 """Kernels and agents that die, in every way to start ranks from a cell, at random moments: what is left, and for how long.
 
-    python tests/kernels.py --trials 108 --relaunches 20 --json bench/results/kernels.json
+    python tests/notebook_kernels.py --trials 108 --relaunches 20 --json bench/results/kernels.json
 """
 import argparse
 import json
