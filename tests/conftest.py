@@ -24,8 +24,8 @@ DATA = REPO.parent / "shared" / "data"
 
 
 # Files that take longest, first: workers take whole files, and the last one to begin is the last one to end.
-LONGEST = ("nodes", "guides", "failing_well", "project", "estimates", "generation", "tuning", "exactness", "zero", "faults", "hub", "resuming", "trackers",
-           "calls")
+LONGEST = ("nodes", "guides", "failing_well", "zero", "project", "estimates", "calls", "tuning", "exactness", "faults", "generation", "resuming", "training",
+           "trackers")
 
 
 def slow(*values):

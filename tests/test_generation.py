@@ -250,6 +250,7 @@ def test_the_recipe_under_papermill(models, tmp_path):
     assert wrong.returncode and "there is no such file" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_watched_and_stopped_in_jupyterlab(models, lab, shots):
     here = lab(env={"OMP_NUM_THREADS": "1"})
     ask = {**asked(models), "num_questions": 40, "num_sequences_per_question": 400}

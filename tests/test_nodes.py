@@ -167,7 +167,8 @@ def test_the_link_is_cut_again_and_again(material, server, tmp_path, shared):
     print(hosts.Cuts(tmp_path, material, server, seed=3 + shared, shared=shared, nproc=1).run(10))
 
 
-@pytest.mark.parametrize("signal_name, nproc", [("SIGKILL", 2), slow("SIGSTOP", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_name, nproc", [("SIGKILL", 2), ("SIGSTOP", 1)])
 def test_a_rank_of_the_other_machine_fails(net, material, tmp_path, signal_name, nproc):
     cfgs = configs(material, tmp_path, num_epochs=200, nproc=nproc)
     cfgs = [cfg.replace(timeout_s=8) for cfg in cfgs]
