@@ -291,21 +291,26 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
     earlier = [run for run in runs_of(status["line"], run_dir.path.parent) if run.status().get("launched", 0) <= launched]
     files = {path: logged_steps(path) for run in earlier for path in _wandb_files(run) if not _is_synced(path)}
     waiting: list[Path] = []
+    taken: list[Path] = []
 
     def before_the_files(has: int) -> list[dict[str, Any]]:
         waiting.extend(path for path, steps in files.items() if steps and steps[0] > has)
         return [r for r in records if waiting and has < r["step"] < files[waiting[0]][0]]
 
     def the_rest(has: int) -> list[dict[str, Any]]:
-        if has < (last := max((files[path][-1] for path in waiting), default=0)):  # their histograms are nowhere else
+        if taken and has < (last := files[taken[-1]][-1]):  # their histograms are nowhere else
             raise RuntimeError(f"after `wandb sync` it has {has} of {last} steps: {(said.splitlines() or ['it said nothing'])[-1]}")
-        return [r for r in records if r["step"] > has]
+        return [r for r in records if r["step"] > has] if taken == waiting else []
 
     try:
         made_up = _upload(run_dir, status["line"], before_the_files)
-        if waiting:
-            command = [sys.executable, "-m", "wandb", "sync", *(str(path.parent) for path in waiting)]
-            said = subprocess.run(command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace").stderr.strip()
+        for path in waiting:  # one by one: of a file that a kill cut short W&B uploads what there is, calls that a failure, and looks at no further one
+            command = [sys.executable, "-m", "wandb", "sync", str(path.parent)]
+            done = subprocess.run(command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+            said = done.stderr.strip()
+            taken.append(path)
+            if done.returncode and taken != waiting:
+                _upload(run_dir, status["line"], the_rest)
         made_up += _upload(run_dir, status["line"], the_rest)
     except Exception as error:
         raise ConfigError(f"W&B did not take the run: {_in_short(error)}. Look for the key (WANDB_API_KEY) and the network, and try again.") from None
