@@ -38,7 +38,7 @@ test: install .venv/skypilot/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
 	$(BIN)/ruff check .
 
-# what takes long and has a shorter sibling in the gate: every architecture, moment of a kill and cut of a link, the longer guides, cells that start processes
+# what takes long: every architecture, moment of a kill and cut of a link, the longer guides, cells that start processes
 test-slow: install
 	$(BIN)/nbdev_test --n_workers 2 --flags slow --skip_file_re $(RECIPES)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
