@@ -7,7 +7,6 @@ __all__ = ['Answers', 'generate']
 
 # %% ../nbs/10d_answers.ipynb #9926f9e5
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -15,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ def _tokenizer_folder(subject: Subject | None) -> str | None:
 
 # %% ../nbs/10d_answers.ipynb #568eac20
 _ENGINES = ("transformers", "vllm")
+_OLDEST_VLLM, _LARGEST_VLLM_RANK = "0.22", 512
 _QUANTIZATIONS = ("none", "8bit", "4bit")
 
 
@@ -125,12 +126,21 @@ def _one_of(name: str, value: str | None, known: Sequence[str]) -> str | None:
 
 def _refuse_without_vllm(cfg: RunConfig, subject: Subject | None, quantization: str | None) -> None:
     "Raise `ConfigError` if vLLM is not installed, or cannot load what is asked for."
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("engine='vllm' needs vLLM: pip install \"multigpu-ft[vllm]\", on Linux with a GPU; or use engine='transformers'.")
+    from packaging.version import Version
+
+    remedy = "pip install -U \"multigpu-ft[vllm]\", on Linux with a GPU; or use engine='transformers'."
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        raise ConfigError(f"engine='vllm' needs vLLM: {remedy}") from None
+    if Version(found) < Version(_OLDEST_VLLM):
+        raise ConfigError(f"vLLM {found} runs code that comes with a model without being asked; {_OLDEST_VLLM} and newer do not: {remedy}")
     trained_beside = subject.quantization if subject and subject.has_adapter else None
     if (quantization or trained_beside or "none") != "none":
         kind = quantization or trained_beside
         raise ConfigError(f"engine='vllm' with weights in {kind} is not provided for; use engine='transformers', or quantization='none'.")
+    if subject and subject.has_adapter and subject.config.lora_r > _LARGEST_VLLM_RANK:
+        raise ConfigError(f"engine='vllm' takes lora_r up to {_LARGEST_VLLM_RANK}, and {subject.name} has {subject.config.lora_r}; use engine='transformers'.")
     if subject and subject.is_checkpoint:
         raise ConfigError(f"engine='vllm' reads exports, and {subject.name} is a checkpoint; name its run, or use engine='transformers'.")
     if cfg.model.startswith("builtin:") and not (subject and not subject.has_adapter):

@@ -240,6 +240,8 @@ def load_model(
     whole = [name for name, module in shell.named_modules() if module is output] + (head_modules(shell) if label_names else [])
     if quantization != "none":
         settings |= {"quantization_config": _quantization_config(quantization, dtype, whole), "device_map": {"": device or torch.device("cpu")}}
+    # Else transformers tells the name of a model with .bin files, private ones too, to a service that converts it.
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     try:
         if cfg.model == BUILTIN_MODEL:
             with tempfile.TemporaryDirectory() as folder:  # bitsandbytes quantizes what it loads

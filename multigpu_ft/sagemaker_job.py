@@ -135,9 +135,12 @@ class SageMakerJob:
             )
             inputs.append(Channel(channel_name=channel["ChannelName"], data_source=DataSource(file_system_data_source=disk)))
         bucket, _, prefix = self.s3.removeprefix("s3://").partition("/")
+        sdk = Session(boto_session=session, default_bucket=bucket, default_bucket_prefix=prefix or None)
+        modules = sdk.sagemaker_config.setdefault("SageMaker", {}).setdefault("PythonSDK", {}).setdefault("Modules", {})
+        modules.setdefault("TelemetryOptOut", True)
         checkpoints = request.get("CheckpointConfig")
         return ModelTrainer(
-            sagemaker_session=Session(boto_session=session, default_bucket=bucket, default_bucket_prefix=prefix or None),
+            sagemaker_session=sdk,
             role=request.get("RoleArn"), base_job_name=request["TrainingJobName"], training_image=request["AlgorithmSpecification"]["TrainingImage"],
             source_code=SourceCode(source_dir=str(code), requirements="requirements.txt", entry_script=_ENTRY),
             distributed=Torchrun(process_count_per_node=self.config.nproc),

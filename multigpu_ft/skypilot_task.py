@@ -117,7 +117,8 @@ class SkyPilotTask:
         command = [sky, "jobs", "launch", "--yes", "--detach-run", *(word for name in secrets for word in ("--secret", name)), "task.yaml"]
         with tempfile.TemporaryDirectory() as folder:
             self.write(folder)
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            quiet = {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+            done = subprocess.run(command, cwd=folder, env={**quiet, **os.environ}, capture_output=True, text=True)
         if done.returncode:
             said = hide_secrets((done.stderr.strip() or done.stdout.strip())[-2000:])
             raise ConfigError(f"SkyPilot does not take the job ({' '.join(command[1:])}): {said}")

@@ -46,11 +46,15 @@ class VLLMDecoder:
         return finished
 
 
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM takes no others: vllm.config.lora.MaxLoRARanks
+
+
 def start_vllm(cfg: RunConfig, subject: Subject | None, local_rank: int, rows: int, capacity: int, rules: Rules, stop: tuple[str, ...]) -> VLLMDecoder:
     "An engine on this rank's GPU. It runs in a process of its own, which sees that GPU only."
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if visible else str(local_rank)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     adapter = subject if subject and subject.has_adapter else None
@@ -63,7 +67,7 @@ def start_vllm(cfg: RunConfig, subject: Subject | None, local_rank: int, rows: i
     engine = LLMEngine.from_engine_args(EngineArgs(
         model=model, revision=cfg.revision if model == cfg.model else None, max_model_len=capacity, max_num_seqs=rows, enable_prefix_caching=True,
         dtype={"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(cfg.dtype, "auto"), enable_lora=adapter is not None,
-        **({"max_lora_rank": adapter.config.lora_r} if adapter else {}),
+        **({"max_lora_rank": min(rank for rank in _LORA_RANKS if rank >= adapter.config.lora_r)} if adapter else {}),
     ))
     sampling = rules.sampling
 

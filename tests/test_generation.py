@@ -12,12 +12,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from browser import make_notebook
 from conftest import BIN, NBS, outputs, papermill, processes, until
 
-from multigpu_ft import DataError, ModelError, RunConfig, RunFailed, generate, launch
+from multigpu_ft import ConfigError, DataError, ModelError, RunConfig, RunFailed, generate, launch
+from multigpu_ft.answers import _refuse_without_vllm
 from multigpu_ft.rundir import RunDir
 
 WORDS = 40
@@ -225,6 +227,46 @@ def test_stop_strings_and_validation(models, tmp_path):
     data = {"task": "chat", "dataset": str(answers.path), "eval_dataset": str(tmp_path / "val.jsonl"), "max_length": 64}
     run = launch(RunConfig(model=str(models / "opt"), run_root=str(tmp_path), max_steps=2, nproc=1, **data))
     assert run.state == "done" and "eval_after" in run.status and "no chat template" in " ".join(run.status["remarks"])
+
+
+@pytest.fixture
+def install_vllm(tmp_path, monkeypatch):
+    "As far as pip's records say."
+    def install(version):
+        (tmp_path / f"vllm-{version}.dist-info").mkdir(parents=True)
+        (tmp_path / f"vllm-{version}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return install
+
+
+def test_a_vllm_that_runs_a_models_code_is_refused(install_vllm, tmp_path):
+    oldest = re.search(r"vllm>=(\S+)", (NBS.parent / "settings.ini").read_text())[1]
+    install_vllm("0.21.0")
+    (tmp_path / "q.jsonl").write_text('{"question": "Why?"}\n')
+    with pytest.raises(ConfigError, match=rf"vLLM 0\.21\.0 runs code .*{re.escape(oldest)} and newer"):
+        generate(model="org/model", dataset=str(tmp_path / "q.jsonl"), output=tmp_path / "a.jsonl", engine="vllm")
+    assert not (tmp_path / "a.jsonl.run").exists()
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (16, 16), (24, 32), (300, 320), (512, 512), (513, None)])
+def test_vllm_has_room_for_an_adapter_and_tells_nobody(install_vllm, monkeypatch, rank, room):
+    from multigpu_ft.vllm_engine import start_vllm
+
+    adapter = SimpleNamespace(has_adapter=True, is_checkpoint=False, quantization="none", name="a", path="there", config=SimpleNamespace(lora_r=rank))
+    cfg, asked = RunConfig(model="org/model"), {}
+    install_vllm("0.33.0")
+    if room is None:
+        with pytest.raises(ConfigError, match="lora_r up to 512, and a has 513"):
+            _refuse_without_vllm(cfg, adapter, None)
+        return
+    _refuse_without_vllm(cfg, adapter, None)
+    engine = SimpleNamespace(from_engine_args=lambda args: asked.update(args))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(EngineArgs=dict, LLMEngine=engine, SamplingParams=dict))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=lambda *about: about))
+    monkeypatch.setattr("os.environ", {})
+    start_vllm(cfg, adapter, 0, 4, 128, SimpleNamespace(sampling=None), ())
+    assert asked["max_lora_rank"] == room and "trust_remote_code" not in asked and os.environ["VLLM_NO_USAGE_STATS"] == "1"
 
 
 @pytest.mark.slow

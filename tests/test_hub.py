@@ -1,4 +1,5 @@
 """To the Hub and back, through the real client library, with a small Hub on loopback (hub.py): what is sent, what is refused, and what faults may cost."""
+import io
 import itertools
 import json
 import os
@@ -327,6 +328,28 @@ def test_a_cold_machine_goes_on_bit_for_bit(hub, hub_server, material, run_root,
     (wrong / "texts.jsonl").write_text("".join(reversed((elsewhere / "texts.jsonl").read_text().splitlines(keepends=True))))
     other = hub_server.finish(cold.replace(dataset=str(wrong / "texts.jsonl")))
     assert "belongs to another run (dataset:" in json.loads(other.error_file(0).read_text())["message"]["message"]
+
+
+def test_nobody_is_asked_to_convert_a_model_with_bin_files(hub, material):
+    "transformers would look for a service's pull request in the background, and if there is none tell that service the model's name."
+    import torch
+    from safetensors.torch import load_file
+
+    files = {p.name: p.read_bytes() for p in (material / "model").iterdir() if p.suffix != ".safetensors"}
+    weights = io.BytesIO()
+    torch.save(load_file(material / "model" / "model.safetensors"), weights)
+    hub.create("jane/old", private=True)
+    hub.put("jane/old", **files, **{"pytorch_model.bin": weights.getvalue()})
+    before = len(hub.requests)
+    code = (
+        "import sys, torch\nfrom safetensors.torch import load_file\n"
+        "from multigpu_ft import RunConfig\nfrom multigpu_ft.models import load_model, load_tokenizer\n"
+        "cfg = RunConfig(model='jane/old', tuning='full', max_length=32)\nmodel, was = load_model(cfg, load_tokenizer(cfg)), load_file(sys.argv[1])\n"
+        "assert all(torch.equal(p, was[name].float()) for name, p in model.named_parameters() if name in was)"
+    )
+    subprocess.run([sys.executable, "-c", code, material / "model" / "model.safetensors"], env=local.environment(hub), check=True, timeout=100)
+    asked = hub.requests[before:]
+    assert any(path.endswith("pytorch_model.bin") for _, path in asked) and not [path for _, path in asked if "/commits" in path or "/discussions" in path]
 
 
 @pytest.mark.slow

@@ -26,12 +26,12 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def aws(tmp_path_factory):
-    "AWS on the loopback interface, with a bucket and a role; the SDK's telemetry, which goes to a fixed address, is off."
+    "AWS on the loopback interface, with a bucket and a role, and a user who set nothing else."
     import boto3
     from moto.server import ThreadedMotoServer
 
     folder = tmp_path_factory.mktemp("aws")
-    (folder / "sagemaker.yaml").write_text("SchemaVersion: '1.0'\nSageMaker:\n  PythonSDK:\n    Modules:\n      TelemetryOptOut: true\n")
+    (folder / "sagemaker.yaml").write_text("SchemaVersion: '1.0'\n")
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
     server.start()
     with pytest.MonkeyPatch.context() as patch:
@@ -51,8 +51,9 @@ def aws(tmp_path_factory):
 
 @pytest.fixture
 def sent(monkeypatch):
-    "The bodies of CreateTrainingJob as they came over the wire; moto forgets some of what is in them."
+    "The bodies of CreateTrainingJob as they came over the wire; moto forgets some of what is in them. The SDK's makers hear of none."
     from moto.sagemaker.responses import SageMakerResponse
+    from sagemaker.core.telemetry import telemetry_logging
 
     bodies, create = [], SageMakerResponse.create_training_job
 
@@ -60,8 +61,11 @@ def sent(monkeypatch):
         bodies.append(json.loads(self.body))
         return create(self)
 
+    told = []
     monkeypatch.setattr(SageMakerResponse, "create_training_job", record)
-    return bodies
+    monkeypatch.setattr(telemetry_logging, "_send_telemetry_request", lambda *event: told.append(event))
+    yield bodies
+    assert not told
 
 
 def keys(aws):
