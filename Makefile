@@ -36,7 +36,7 @@ test: install .venv/skypilot/installed
 	$(BIN)/nbdev_test --n_workers 2 --skip_file_re $(RECIPES)
 	@# the workers share the cores, and where torch has more threads than there are cores they wait for each other: steps of 1.8 s instead of 0.02
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
-	$(BIN)/ruff check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 # what takes long: every architecture, moment of a kill and cut of a link, the longer guides, cells that start processes
 test-slow: install

@@ -1,4 +1,5 @@
 """Packaging: everything said here is read from settings.ini, which nbdev shares."""
+
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -26,7 +27,17 @@ setup(
     install_requires=cfg["requirements"].split(),
     extras_require={
         name: cfg[f"{name}_requirements"].split()
-        for name in ("dev", "quantization", "deepspeed", "tracking", "vllm", "kubernetes", "sagemaker", "skypilot", "bench")
+        for name in (
+            "dev",
+            "quantization",
+            "deepspeed",
+            "tracking",
+            "vllm",
+            "kubernetes",
+            "sagemaker",
+            "skypilot",
+            "bench",
+        )
     },
     entry_points={"console_scripts": cfg["console_scripts"].split()},
     classifiers=[

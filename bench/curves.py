@@ -1,4 +1,5 @@
 """The loss curves of all strategies over each other, in fp32: python bench/curves.py [--dataset FILE.jsonl]; writes bench/results/curves.png."""
+
 import argparse
 import os
 import tempfile
@@ -14,7 +15,12 @@ WAYS = {
     "ddp, 2 × 4 rows": {"strategy": "ddp", "batch_size": 4},
     "ddp, 2 × 4 × 1 row": {"strategy": "ddp", "batch_size": 1, "accum_steps": 4},
     "fsdp full_shard, 2 × 4 rows": {"strategy": "fsdp", "batch_size": 4, "communication": "micro_batch"},
-    "fsdp shard_grad_op, 2 × 2 × 2 rows": {"strategy": "fsdp", "batch_size": 2, "accum_steps": 2, "sharding": "shard_grad_op"},
+    "fsdp shard_grad_op, 2 × 2 × 2 rows": {
+        "strategy": "fsdp",
+        "batch_size": 2,
+        "accum_steps": 2,
+        "sharding": "shard_grad_op",
+    },
     "accelerate, 2 × 2 × 2 rows": {"strategy": "accelerate", "batch_size": 2, "accum_steps": 2},
     "zero1, 2 × 2 × 2 rows": {"strategy": "zero1", "batch_size": 2, "accum_steps": 2},
     "zero2, 2 × 1 × 4 rows": {"strategy": "zero2", "batch_size": 1, "accum_steps": 4},
@@ -28,7 +34,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 curves = {}
 with tempfile.TemporaryDirectory() as root:
     for way, settings in WAYS.items():
-        run = launch(RunConfig(dataset=args.dataset, run_root=root, resume_file="none", packing="packed", max_steps=25, **settings), wait=False).wait()
+        run = launch(
+            RunConfig(
+                dataset=args.dataset, run_root=root, resume_file="none", packing="packed", max_steps=25, **settings
+            ),
+            wait=False,
+        ).wait()
         curves[way] = [[m["step"], m["loss"]] for m in run.metrics]
 reference = next(iter(curves.values()))
 figure = Figure(figsize=(8, 4.8), dpi=100, layout="constrained")
@@ -39,11 +50,17 @@ for number, (way, points) in enumerate(curves.items()):
     relative = [max(abs(a - b) / b, 1e-12) for a, (_, b) in zip(losses, reference, strict=True)]
     if number:
         apart.semilogy(steps, relative, color=f"C{number}")
-loss.set(ylabel="loss (nats per token)", title=f"tiny OPT, fp32, {Path(args.dataset).name}: one curve, however the work is shared")
+loss.set(
+    ylabel="loss (nats per token)",
+    title=f"tiny OPT, fp32, {Path(args.dataset).name}: one curve, however the work is shared",
+)
 loss.legend(frameon=False, fontsize=8)
 apart.axhline(1e-5, color="grey", linestyle=":")
 apart.set(xlabel="optimizer step", ylabel="difference\n(relative)")
 out = Path(__file__).parent / "results" / "curves.png"
 out.parent.mkdir(exist_ok=True)
 save_png(figure, out)
-print(out, f"largest relative difference: {max(abs(a[1] - b[1]) / b[1] for c in curves.values() for a, b in zip(c, reference, strict=True)):.1e}")
+print(
+    out,
+    f"largest relative difference: {max(abs(a[1] - b[1]) / b[1] for c in curves.values() for a, b in zip(c, reference, strict=True)):.1e}",
+)

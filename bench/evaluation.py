@@ -6,6 +6,7 @@ after each of them is compared on abstracts that none has seen, and on documenta
 The comparison is nbs/evaluate.ipynb under papermill. By hand means a loop over the texts, one at a time without padding, with nothing but transformers and
 torch. Writes bench/results/evaluation.json and bench/results/evaluate.ipynb.
 """
+
 import argparse
 import json
 import os
@@ -31,7 +32,17 @@ def train(root, dataset):
     run = launch(RunConfig(run_name="docs", end_idx=FORGETTING[0], num_epochs=2, **common))
     base = shutil.copytree(run.status["export"], root.parent / "opt-docs")
     os.chdir(ROOT / "nbs")
-    series = run_slices(RunConfig(model=str(base), dataset=str(dataset), end_idx=SLICES[-1], slice_size=SLICES[0], num_epochs=2, batch_size=2, **common))
+    series = run_slices(
+        RunConfig(
+            model=str(base),
+            dataset=str(dataset),
+            end_idx=SLICES[-1],
+            slice_size=SLICES[0],
+            num_epochs=2,
+            batch_size=2,
+            **common,
+        )
+    )
     return base, series.folder
 
 
@@ -41,13 +52,18 @@ def by_hand(model_folder, texts):
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder).eval(), AutoTokenizer.from_pretrained(model_folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model_folder).eval(),
+        AutoTokenizer.from_pretrained(model_folder),
+    )
     sums, targets = [], 0
     for text in texts:
         ids = tokenizer(text)["input_ids"]
         ids = torch.tensor([*ids, tokenizer.eos_token_id][:MAX_LENGTH])
         with torch.no_grad():
-            sums.append(F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1].double(), ids[1:], reduction="sum").item())
+            sums.append(
+                F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1].double(), ids[1:], reduction="sum").item()
+            )
         targets += len(ids) - 1
     return sum(sums) / targets, targets, sums
 
@@ -62,14 +78,27 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         base, series = train(Path(tmp) / "runs", options.dataset.resolve())
         parameters = {
-            "run": series, "start_idx": HELD_OUT[0], "end_idx": HELD_OUT[1], "forgetting_dataset": "builtin:python-docs",
-            "forgetting_start_idx": FORGETTING[0], "forgetting_end_idx": FORGETTING[1], "samples": 3, "nproc": 2,
+            "run": series,
+            "start_idx": HELD_OUT[0],
+            "end_idx": HELD_OUT[1],
+            "forgetting_dataset": "builtin:python-docs",
+            "forgetting_start_idx": FORGETTING[0],
+            "forgetting_end_idx": FORGETTING[1],
+            "samples": 3,
+            "nproc": 2,
         }
         begun = time.perf_counter()
         subprocess.run(
-            [Path(sys.executable).parent / "papermill", ROOT / "nbs" / "evaluate.ipynb", RESULTS / "evaluate.ipynb", "--no-progress-bar",
-             *(word for name, value in parameters.items() for word in ("-p", name, str(value)))],
-            check=True, cwd=tmp, stdin=subprocess.DEVNULL,
+            [
+                Path(sys.executable).parent / "papermill",
+                ROOT / "nbs" / "evaluate.ipynb",
+                RESULTS / "evaluate.ipynb",
+                "--no-progress-bar",
+                *(word for name, value in parameters.items() for word in ("-p", name, str(value))),
+            ],
+            check=True,
+            cwd=tmp,
+            stdin=subprocess.DEVNULL,
         )
         seconds = time.perf_counter() - begun
         notebook = (RESULTS / "evaluate.ipynb").read_text()
@@ -85,16 +114,33 @@ def main():
             for name, texts in (("target", abstracts), ("forgetting", docs)):
                 mean, targets, sums[model["name"], name] = by_hand(model["path"], texts)
                 loss = model[name]["loss"]
-                rows.append({
-                    "model": model["name"], "set": name, "by_hand": mean, "evaluate": loss["value"], "gap": abs(mean - loss["value"]), "low": loss["low"],
-                    "high": loss["high"], "targets_by_hand": targets, "targets": said["sets"][name]["targets"],
-                })
+                rows.append(
+                    {
+                        "model": model["name"],
+                        "set": name,
+                        "by_hand": mean,
+                        "evaluate": loss["value"],
+                        "gap": abs(mean - loss["value"]),
+                        "low": loss["low"],
+                        "high": loss["high"],
+                        "targets_by_hand": targets,
+                        "targets": said["sets"][name]["targets"],
+                    }
+                )
         fell = np.array(sums[said["models"][-1]["name"], "target"]) < np.array(sums["base", "target"])
         found = {
-            "dataset": options.dataset.name, "slices": [[0, SLICES[0]], list(SLICES)], "held_out": HELD_OUT, "forgetting": ["builtin:python-docs", *FORGETTING],
-            "max_length": MAX_LENGTH, "verdict": said["verdict"], "seconds": round(seconds, 1), "losses": rows,
-            "largest_gap": max(row["gap"] for row in rows), "abstracts_whose_loss_fell_by_hand": float(fell.mean()),
-            "evaluation": said, "notebook_bytes": len(notebook.encode()),
+            "dataset": options.dataset.name,
+            "slices": [[0, SLICES[0]], list(SLICES)],
+            "held_out": HELD_OUT,
+            "forgetting": ["builtin:python-docs", *FORGETTING],
+            "max_length": MAX_LENGTH,
+            "verdict": said["verdict"],
+            "seconds": round(seconds, 1),
+            "losses": rows,
+            "largest_gap": max(row["gap"] for row in rows),
+            "abstracts_whose_loss_fell_by_hand": float(fell.mean()),
+            "evaluation": said,
+            "notebook_bytes": len(notebook.encode()),
         }
         text = json.dumps(found, indent=1).replace(tmp, ".").replace(str(options.dataset.resolve().parent), ".")
         (RESULTS / "evaluation.json").write_text(text + "\n")

@@ -9,6 +9,7 @@ such processes that have nothing to do with each other, at once, against one alo
 tokens at most at temperature 1. What counts is the time from the first question to the last answer, without starting and loading.
 Writes bench/results/generation.json; a comparison that is not made stays there as it was.
 """
+
 import argparse
 import json
 import os
@@ -46,8 +47,15 @@ def static_halves(folder, dataset, questions, out):
         batch = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
             made = model.generate(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NEW_TOKENS, num_return_sequences=SAMPLES,
-                do_sample=True, temperature=1.0, top_p=1.0, top_k=0, pad_token_id=tokenizer.pad_token_id,
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=NEW_TOKENS,
+                num_return_sequences=SAMPLES,
+                do_sample=True,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                pad_token_id=tokenizer.pad_token_id,
             )[:, batch["input_ids"].shape[1] :]
         lengths += (made != tokenizer.pad_token_id).sum(dim=1).tolist()
     seconds = time.perf_counter() - begun
@@ -57,7 +65,9 @@ def static_halves(folder, dataset, questions, out):
         seconds = max(s for s, _ in everybodys)
         lengths = [n for _, part in everybodys for n in part]
         with open(out, "w") as file:
-            json.dump({"sequences_per_second": len(lengths) / seconds, "seconds": seconds, "tokens": sum(lengths)}, file)
+            json.dump(
+                {"sequences_per_second": len(lengths) / seconds, "seconds": seconds, "tokens": sum(lengths)}, file
+            )
     dist.barrier()
 
 
@@ -66,10 +76,21 @@ def train(root, dataset, kind):
     from multigpu_ft import RunConfig, launch
 
     model = {} if kind == "opt" else {"model": str(make_qwen3(root))}
-    run = launch(RunConfig(
-        task="chat", dataset=str(dataset), end_idx=900, num_epochs=6, learning_rate=2e-3, max_length=256, batch_size=8, run_name=f"chat-{kind}",
-        run_root=str(root), nproc=2, **model,
-    ))
+    run = launch(
+        RunConfig(
+            task="chat",
+            dataset=str(dataset),
+            end_idx=900,
+            num_epochs=6,
+            learning_rate=2e-3,
+            max_length=256,
+            batch_size=8,
+            run_name=f"chat-{kind}",
+            run_root=str(root),
+            nproc=2,
+            **model,
+        )
+    )
     return run.status["export"]
 
 
@@ -82,8 +103,17 @@ def make_qwen3(root):
 
     folder, tokenizer = root / "qwen3-tiny", load_tokenizer(RunConfig())
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -92,10 +122,34 @@ def make_qwen3(root):
 
 def ours(folder, dataset, questions, places, ranks, out):
     run = subprocess.run(
-        [Path(sys.executable).with_name("multigpu-ft"), "generate", "--model", folder, "--dataset", dataset, "--num-questions", str(questions),
-         "--num-sequences-per-question", str(SAMPLES), "--batch-size", str(places), "--max-new-tokens", str(NEW_TOKENS), "--temperature", "1", "--top-k", "0",
-         "--nproc", str(ranks), "--output", out, "--json"],
-        check=True, capture_output=True, text=True,
+        [
+            Path(sys.executable).with_name("multigpu-ft"),
+            "generate",
+            "--model",
+            folder,
+            "--dataset",
+            dataset,
+            "--num-questions",
+            str(questions),
+            "--num-sequences-per-question",
+            str(SAMPLES),
+            "--batch-size",
+            str(places),
+            "--max-new-tokens",
+            str(NEW_TOKENS),
+            "--temperature",
+            "1",
+            "--top-k",
+            "0",
+            "--nproc",
+            str(ranks),
+            "--output",
+            out,
+            "--json",
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     said = json.loads(run.stdout)
     with open(out) as file:
@@ -107,14 +161,35 @@ def at_once(folder, dataset, out):
     "Two generations of their own, each on one rank."
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda n: ours(folder, dataset, 22, 38, 1, out.with_name(f"{n}-{out.name}")), range(2)))
-    return {"sequences_per_second": sum(b["sequences_per_second"] for b in both), "seconds": max(b["seconds"] for b in both), "tokens": both[0]["tokens"] * 2}
+    return {
+        "sequences_per_second": sum(b["sequences_per_second"] for b in both),
+        "seconds": max(b["seconds"] for b in both),
+        "tokens": both[0]["tokens"] * 2,
+    }
 
 
 def theirs(folder, dataset, questions, out):
     subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--rank", "--model", folder, "--dataset", dataset,
-         "--questions", str(questions), "--out", out],
-        check=True, capture_output=True,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            __file__,
+            "--rank",
+            "--model",
+            folder,
+            "--dataset",
+            dataset,
+            "--questions",
+            str(questions),
+            "--out",
+            out,
+        ],
+        check=True,
+        capture_output=True,
     )
     return json.loads(Path(out).read_text())
 
@@ -155,8 +230,13 @@ def compare(comparison, options, folder, root):
 
 def summary(found):
     "Sequences a second of each arm, and ratios of pairs that ran one after the other: median, least and most."
+
     def spread(values):
-        return {"median": round(statistics.median(values), 3), "least": round(min(values), 3), "most": round(max(values), 3)}
+        return {
+            "median": round(statistics.median(values), 3),
+            "least": round(min(values), 3),
+            "most": round(max(values), 3),
+        }
 
     speeds = {name: [r["sequences_per_second"] for r in runs] for name, runs in found.items()}
     first, second = speeds

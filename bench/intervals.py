@@ -6,6 +6,7 @@ Of each shape the true ratio is computed from four million examples. `held` is t
 above and below it, `width` their median width. At 1,000 data sets a share of 95% is counted to ±0.7 points (one standard error). Then: how often the
 verdict says something where there is nothing, how often it says "better" where a model is, and what a comparison of many examples takes.
 """
+
 import argparse
 import json
 import resource
@@ -116,8 +117,14 @@ def coverage(name, n, sets, draws=DRAWS):
         missed = [missed[0] + (truth < found.low), missed[1] + (truth > found.high)]
         widths.append(found.high - found.low)
     return {
-        "shape": name, "examples": n, "sets": sets, "truth": round(float(truth), 4), "held": round(1 - int(sum(missed)) / sets, 4),
-        "too_high": int(missed[0]) / sets, "too_low": int(missed[1]) / sets, "width": round(float(np.median(widths)), 4),
+        "shape": name,
+        "examples": n,
+        "sets": sets,
+        "truth": round(float(truth), 4),
+        "held": round(1 - int(sum(missed)) / sets, 4),
+        "too_high": int(missed[0]) / sets,
+        "too_low": int(missed[1]) / sets,
+        "width": round(float(np.median(widths)), 4),
     }
 
 
@@ -133,7 +140,13 @@ def verdicts(name, n, sets, shift):
         scored = Scores("made up", 0, n, np.arange(n), tokens.astype(int), tokens.astype(int), losses)
         verdict = Comparison(scored, ["base", "new"], "causal-lm").newest.to_base.verdict
         said[verdict] = said.get(verdict, 0) + 1
-    return {"shape": name, "examples": n, "sets": sets, "true_change": shift, **{verdict: count / sets for verdict, count in said.items()}}
+    return {
+        "shape": name,
+        "examples": n,
+        "sets": sets,
+        "true_change": shift,
+        **{verdict: count / sets for verdict, count in said.items()},
+    }
 
 
 def share_coverage(lost, gained, n, sets):
@@ -145,7 +158,14 @@ def share_coverage(lost, gained, n, sets):
         held += found.low - 1e-9 <= gained - lost <= found.high + 1e-9
         right = share_estimate(int(rng.binomial(n, 0.8)), n)
         accuracy += right.low <= 0.8 <= right.high
-    return {"lost": lost, "gained": gained, "examples": n, "sets": sets, "held": held / sets, "accuracy_of_80_held": accuracy / sets}
+    return {
+        "lost": lost,
+        "gained": gained,
+        "examples": n,
+        "sets": sets,
+        "held": held / sets,
+        "accuracy_of_80_held": accuracy / sets,
+    }
 
 
 def cost(n):
@@ -157,7 +177,11 @@ def cost(n):
     begun = time.perf_counter()
     Comparison(scored, ["base", "new"], "causal-lm")
     seconds = time.perf_counter() - begun
-    return {"examples": n, "seconds": round(seconds, 2), "peak_memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)}
+    return {
+        "examples": n,
+        "seconds": round(seconds, 2),
+        "peak_memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+    }
 
 
 def main():
@@ -166,13 +190,19 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="*", default=[30, 50, 100, 400])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results = {"cost": [cost(n) for n in (100, 400, 5000, 100_000)], "draws_in_simulation": DRAWS}  # first, while the peak of memory is its own
+    results = {
+        "cost": [cost(n) for n in (100, 400, 5000, 100_000)],
+        "draws_in_simulation": DRAWS,
+    }  # first, while the peak of memory is its own
     print(*results["cost"], sep="\n", flush=True)
     splits = (0.05, 0.05), (0.05, 0.15), (0.01, 0.05), (0, 0.03)
     for kind, found in (
         ("accuracy", (share_coverage(*split, n, options.sets) for split in splits for n in options.sizes)),
         ("intervals", (coverage(name, n, options.sets) for n in options.sizes for name in SHAPES)),
-        ("nothing_to_find", (verdicts(name, 100, options.sets, 0.0) for name in ("equal_lengths", "gain_grows_with_length", "skewed"))),
+        (
+            "nothing_to_find",
+            (verdicts(name, 100, options.sets, 0.0) for name in ("equal_lengths", "gain_grows_with_length", "skewed")),
+        ),
         ("something_to_find", (verdicts("gain_grows_with_length", n, options.sets, -0.05) for n in (50, 100, 200))),
     ):
         results[kind] = []
@@ -181,8 +211,12 @@ def main():
             print(row, flush=True)
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1) + "\n")
-    for kind, row in [(BETTER, r) for r in results["something_to_find"]] + [(NO_DIFFERENCE, r) for r in results["nothing_to_find"]]:
-        print(f"{row['shape']}, {row['examples']} examples, true change {row['true_change']}: {row.get(kind, 0):.1%} {kind}")
+    for kind, row in [(BETTER, r) for r in results["something_to_find"]] + [
+        (NO_DIFFERENCE, r) for r in results["nothing_to_find"]
+    ]:
+        print(
+            f"{row['shape']}, {row['examples']} examples, true change {row['true_change']}: {row.get(kind, 0):.1%} {kind}"
+        )
 
 
 if __name__ == "__main__":

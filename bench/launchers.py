@@ -18,6 +18,7 @@ Fairness. All run the same `work`, on gloo, in kernels that have imported torch 
 - torchrun: a cell with `!` does not raise when its command fails. The second column is `%%bash`, which does.
 - CUDA: see `TOUCHED`.
 """
+
 import argparse
 import contextlib
 import importlib.metadata
@@ -42,7 +43,11 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from conftest import BIN, Kernel
 
-HANG, BACK, LEFT = 60, 15, 5  # seconds after which a cell hangs, an interrupted one should be back, and processes should be gone
+HANG, BACK, LEFT = (
+    60,
+    15,
+    5,
+)  # seconds after which a cell hangs, an interrupted one should be back, and processes should be gone
 MARKER = "BENCH_LAUNCHERS_TRIAL"
 CAUSES = {  # what tells the user why; `work` says it in words that are not in its source, which tracebacks show
     "raise": re.compile(r"ZeroDivisionError.*planted by rank 1", re.S),
@@ -51,7 +56,17 @@ CAUSES = {  # what tells the user why; `work` says it in words that are not in i
     "printed": re.compile(r"sum 3\.0"),
     "returned": re.compile(r"returned 3\.0"),
 }
-PACKAGES = ("multigpu_ft", "accelerate", "lightning", "ipyparallel", "torch", "ipykernel", "ipython", "jupyter_client", "papermill")
+PACKAGES = (
+    "multigpu_ft",
+    "accelerate",
+    "lightning",
+    "ipyparallel",
+    "torch",
+    "ipykernel",
+    "ipython",
+    "jupyter_client",
+    "papermill",
+)
 
 
 def work(what, marks):
@@ -67,7 +82,10 @@ def work(what, marks):
     if what == "cuda":
         try:
             torch.cuda.init()
-        except (AssertionError, RuntimeError) as error:  # torch checks for the fork before it looks for a driver, so any other error means: no fork
+        except (
+            AssertionError,
+            RuntimeError,
+        ) as error:  # torch checks for the fork before it looks for a driver, so any other error means: no fork
             if "forked subprocess" in str(error):
                 raise
     own = not dist.is_initialized()
@@ -134,7 +152,10 @@ with ipp.Cluster(n=2) as rc:
 
 # cell that prepares, cell that launches
 LAUNCHERS = {
-    "multigpu_ft": (WORK + "import torch\nfrom multigpu_ft import launch", 'print("returned", launch(work, "{what}", "{marks}", nproc=2))'),
+    "multigpu_ft": (
+        WORK + "import torch\nfrom multigpu_ft import launch",
+        'print("returned", launch(work, "{what}", "{marks}", nproc=2))',
+    ),
     "Accelerate": (
         WORK + "import torch\nfrom accelerate import notebook_launcher",
         'print("returned", notebook_launcher(work, ("{what}", "{marks}"), num_processes=2, use_port="{port}"))',
@@ -148,11 +169,16 @@ LAUNCHERS = {
     ),
     "ipyparallel": (WORK + "import torch" + ENGINES, CLUSTER % 'rc[:].apply_sync(work, "{what}", "{marks}")'),
     "ipyparallel, first exception": (
-        WORK + "import torch" + ENGINES, CLUSTER % 'rc[:].apply_async(work, "{what}", "{marks}").get(return_when="FIRST_EXCEPTION")'
+        WORK + "import torch" + ENGINES,
+        CLUSTER % 'rc[:].apply_async(work, "{what}", "{marks}").get(return_when="FIRST_EXCEPTION")',
     ),
-    "torchrun": (f"%%writefile train.py\n{WORK}\nimport sys\nwork(*sys.argv[1:])", '!torchrun --standalone --nproc-per-node 2 train.py {what} "{marks}"'),
+    "torchrun": (
+        f"%%writefile train.py\n{WORK}\nimport sys\nwork(*sys.argv[1:])",
+        '!torchrun --standalone --nproc-per-node 2 train.py {what} "{marks}"',
+    ),
     "torchrun, %%bash": (
-        f"%%writefile train.py\n{WORK}\nimport sys\nwork(*sys.argv[1:])", '%%bash\ntorchrun --standalone --nproc-per-node 2 train.py {what} "{marks}"'
+        f"%%writefile train.py\n{WORK}\nimport sys\nwork(*sys.argv[1:])",
+        '%%bash\ntorchrun --standalone --nproc-per-node 2 train.py {what} "{marks}"',
     ),
 }
 
@@ -167,7 +193,10 @@ class Trial:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.env = {
-            MARKER: uuid.uuid4().hex, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder),
+            MARKER: uuid.uuid4().hex,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(folder),
             "IPYTHONDIR": str(folder / "ipython"),
         }
         self.marks.mkdir()
@@ -206,7 +235,9 @@ class Trial:
         names = []
         for process in found:
             with contextlib.suppress(psutil.Error):
-                names.append("rank" if (self.marks / f"rank-{process.pid}").exists() else " ".join(process.cmdline())[-200:])
+                names.append(
+                    "rank" if (self.marks / f"rank-{process.pid}").exists() else " ".join(process.cmdline())[-200:]
+                )
         return sorted(names)
 
     def close(self):
@@ -240,7 +271,9 @@ class Watched:
             elif kind in ("display_data", "execute_result", "update_display_data"):
                 self.shown.append(content["data"].get("text/plain", ""))
             elif kind == "error":
-                self.error = {k: content[k] for k in ("ename", "evalue")} | {"traceback": plain("\n".join(content["traceback"]))}
+                self.error = {k: content[k] for k in ("ename", "evalue")} | {
+                    "traceback": plain("\n".join(content["traceback"]))
+                }
             elif kind == "status" and content["execution_state"] == "idle":
                 self.end = time.time()
 
@@ -321,18 +354,29 @@ def touched(trial):
 
 
 def papermill(trial):
-    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
+    notebook = nbformat.v4.new_notebook(
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    )
     cells = [trial.prepare, trial.code("raise"), "from pathlib import Path\nPath('uploaded').touch()"]
     notebook.cells = [nbformat.v4.new_code_cell(code) for code in cells]
     nbformat.write(notebook, trial.folder / "in.ipynb")
     started = time.time()
     with open(trial.folder / "papermill.log", "w") as log:
         process = subprocess.Popen(
-            [BIN / "papermill", "in.ipynb", "out.ipynb"], cwd=trial.folder, env={**os.environ, **trial.env}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            [BIN / "papermill", "in.ipynb", "out.ipynb"],
+            cwd=trial.folder,
+            env={**os.environ, **trial.env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
     while process.poll() is None and time.time() - (trial.fault() or started + 60) < HANG:
         time.sleep(0.1)
-    seen = {"exit": process.poll(), "uploaded": (trial.folder / "uploaded").exists(), "after_fault": trial.fault() and time.time() - trial.fault()}
+    seen = {
+        "exit": process.poll(),
+        "uploaded": (trial.folder / "uploaded").exists(),
+        "after_fault": trial.fault() and time.time() - trial.fault(),
+    }
     if process.poll() is None:
         process.kill()
         process.wait()
@@ -365,14 +409,26 @@ def told_sum(seen):
         return f"hangs ({HANG} s)"
     if seen["ename"]:
         return f"fails: {seen['ename']}" + told_left(seen["left"])
-    said = "returned" if "returned" in seen["in_shown"] else "printed, not returned" if "printed" in seen["in_shown"] else "no result"
+    said = (
+        "returned"
+        if "returned" in seen["in_shown"]
+        else "printed, not returned"
+        if "printed" in seen["in_shown"]
+        else "no result"
+    )
     return f"{said}, {seen['seconds']:.1f} s" + told_left(seen["left"])
 
 
 def told_failure(cause, seen):
     if seen["seconds"] is None:
         return f"hangs ({HANG} s)"
-    where = "the cause in the error" if cause in seen["in_error"] else "the cause only in the output" if cause in seen["in_shown"] else "the cause not shown"
+    where = (
+        "the cause in the error"
+        if cause in seen["in_error"]
+        else "the cause only in the output"
+        if cause in seen["in_shown"]
+        else "the cause not shown"
+    )
     head = f"raised {seen['ename']}" if seen["ename"] else "does not raise"
     return f"{head}, {seen['after_fault']:.1f} s, {where}" + told_left(seen["left"])
 
@@ -391,7 +447,11 @@ def told_relaunch(seen):
         return "no: the kernel does not come back"
     if seen["seconds"] is None:
         return f"no: hangs ({HANG} s)"
-    worked = "works" if not seen["ename"] and {"printed", "returned"} & set(seen["in_shown"]) else f"no: {seen['ename'] or 'no result'}"
+    worked = (
+        "works"
+        if not seen["ename"] and {"printed", "returned"} & set(seen["in_shown"])
+        else f"no: {seen['ename'] or 'no result'}"
+    )
     return worked + (" once the hanging cell was interrupted" if hung else "") + told_left(seen["left"])
 
 
@@ -399,13 +459,21 @@ def told_touched(seen):
     if not seen["ename"] and {"printed", "returned"} & set(seen["in_shown"]) or seen["seconds"] is None:
         return told_sum(seen)
     failed = "the ranks fail" if seen["ranks"] else "refuses before it starts ranks"
-    where = "the cause in the error" if "cuda" in seen["in_error"] else "the cause only in the output" if "cuda" in seen["in_shown"] else "the cause not shown"
+    where = (
+        "the cause in the error"
+        if "cuda" in seen["in_error"]
+        else "the cause only in the output"
+        if "cuda" in seen["in_shown"]
+        else "the cause not shown"
+    )
     return f"{failed}: {seen['ename'] or 'no error'}, {where}" + told_left(seen["left"])
 
 
 def told_papermill(seen):
     ran = f"upload cell {'ran' if seen['uploaded'] else 'did not run'}"
-    return f"hangs ({HANG} s), {ran}" if seen["exit"] is None else f"exit {seen['exit']}, {ran}" + told_left(seen["left"])
+    return (
+        f"hangs ({HANG} s), {ran}" if seen["exit"] is None else f"exit {seen['exit']}, {ran}" + told_left(seen["left"])
+    )
 
 
 def told_killed(seen):
@@ -430,8 +498,14 @@ def told(number, rounds):
     outcomes = {}
     for text in map(SCENARIOS[number][2], rounds):
         outcomes.setdefault(re.sub(r"\d+\.\d+ s", "", text), []).append(text)
-    medians = [sorted(texts, key=lambda text: [float(s) for s in re.findall(r"(\d+\.\d+) s", text)])[(len(texts) - 1) // 2] for texts in outcomes.values()]
-    return "; ".join(f"{len(texts)}×: {text}" if len(outcomes) > 1 else text for texts, text in zip(outcomes.values(), medians, strict=True))
+    medians = [
+        sorted(texts, key=lambda text: [float(s) for s in re.findall(r"(\d+\.\d+) s", text)])[(len(texts) - 1) // 2]
+        for texts in outcomes.values()
+    ]
+    return "; ".join(
+        f"{len(texts)}×: {text}" if len(outcomes) > 1 else text
+        for texts, text in zip(outcomes.values(), medians, strict=True)
+    )
 
 
 def table(trials):
@@ -445,7 +519,9 @@ def table(trials):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), metavar="NAME", help=", ".join(LAUNCHERS))
+    parser.add_argument(
+        "--only", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), metavar="NAME", help=", ".join(LAUNCHERS)
+    )
     parser.add_argument("--scenarios", nargs="+", type=int, choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "launchers.json")
@@ -465,9 +541,14 @@ def main():
                         seen.append(SCENARIOS[number][1](trial))
                     finally:
                         trial.close()
-                print(f"{name}, {number} {SCENARIOS[number][0]}: {told(number, seen[-1:])}  ({time.time() - started:.0f} s)", flush=True)
+                print(
+                    f"{name}, {number} {SCENARIOS[number][0]}: {told(number, seen[-1:])}  ({time.time() - started:.0f} s)",
+                    flush=True,
+                )
             text = json.dumps({"versions": versions, "trials": trials}, indent=1)
-            options.json.write_text(re.sub(r"(?:/[\w.@+-]+)+/([\w.@+-]+)", r".../\1", text) + "\n")  # of a path only the file: machines differ
+            options.json.write_text(
+                re.sub(r"(?:/[\w.@+-]+)+/([\w.@+-]+)", r".../\1", text) + "\n"
+            )  # of a path only the file: machines differ
     print(f"\n{table(trials)}")
 
 

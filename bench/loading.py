@@ -1,7 +1,8 @@
 """Host memory while two ranks load a model of about 500M parameters under fsdp, over one fp32 copy of it.
 
-    python bench/loading.py --rounds 5
+python bench/loading.py --rounds 5
 """
+
 import argparse
 import json
 import os
@@ -17,10 +18,20 @@ import psutil
 RESULTS = Path(__file__).parent / "results"
 # how, and the precision on the disk
 ARMS = {
-    "full, from fp32": ("full", "fp32"), "full, from fp16": ("full", "fp16"), "lora in fp32, from fp32": ("lora", "fp32"),
-    "qlora, from fp16": ("qlora", "fp16"), "each rank by itself, from fp32": ("each", "fp32"),
+    "full, from fp32": ("full", "fp32"),
+    "full, from fp16": ("full", "fp16"),
+    "lora in fp32, from fp32": ("lora", "fp32"),
+    "qlora, from fp16": ("qlora", "fp16"),
+    "each rank by itself, from fp32": ("each", "fp32"),
 }
-SIZE = {"vocab_size": 32000, "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 14, "num_attention_heads": 12, "num_key_value_heads": 12}
+SIZE = {
+    "vocab_size": 32000,
+    "hidden_size": 1536,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+}
 
 
 def make(folder):
@@ -31,7 +42,9 @@ def make(folder):
     from multigpu_ft.models import load_tokenizer
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZE, max_position_embeddings=512, pad_token_id=1, eos_token_id=2))
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**SIZE, max_position_embeddings=512, pad_token_id=1, eos_token_id=2)
+    )
     for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16)):
         model.to(dtype).save_pretrained(folder / name)
         load_tokenizer(RunConfig()).save_pretrained(folder / name)
@@ -84,8 +97,19 @@ def measure(arm, folder):
     "Most that the two ranks' resident memory grew by, together (bytes), and the seconds it took."
     for path in [*folder.glob("ready*"), *folder.glob("done*"), *folder.glob("go")]:
         path.unlink()
-    command = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2", __file__, "--rank", arm, str(folder)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, stderr=subprocess.DEVNULL)
+    command = [
+        Path(sys.executable).parent / "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        __file__,
+        "--rank",
+        arm,
+        str(folder),
+    ]
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, stderr=subprocess.DEVNULL
+    )
     while len(list(folder.glob("ready*"))) < 2:
         assert process.poll() is None, arm
         time.sleep(0.05)
@@ -123,7 +147,9 @@ def main():
     for arm, runs in results.items():
         ratios = sorted(run["peak"] / (4 * parameters) for run in runs)
         seconds = statistics.median(run["seconds"] for run in runs)
-        print(f"{arm:32} {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) of one fp32 copy, {seconds:.1f} s")
+        print(
+            f"{arm:32} {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) of one fp32 copy, {seconds:.1f} s"
+        )
     (RESULTS / "loading.json").write_text(json.dumps({"parameters": parameters, "runs": results}, indent=1))
 
 

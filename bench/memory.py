@@ -7,6 +7,7 @@
 
 Writes bench/results/memory.json, memory-gpu.json, memory-table.json or memory-time.json; with names it only prints.
 """
+
 import gc
 import json
 import os
@@ -38,11 +39,37 @@ from multigpu_ft.tracking import Stopwatch
 from multigpu_ft.training import train_step
 
 RESULTS = Path(__file__).parent / "results"
-OPT = {"model_type": "opt", "vocab_size": 4000, "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024, "num_hidden_layers": 6,
-       "num_attention_heads": 8, "max_position_embeddings": 512, "dropout": 0.1}
-QWEN = {"model_type": "qwen3", "vocab_size": 6000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True}
-BERT = {"model_type": "bert", "vocab_size": 4000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 4000,
+    "hidden_size": 256,
+    "word_embed_proj_dim": 256,
+    "ffn_dim": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 512,
+    "dropout": 0.1,
+}
+QWEN = {
+    "model_type": "qwen3",
+    "vocab_size": 6000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 4000,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
 LABELLED = {"task": "classification", "packing": "padded", "max_length": 128, "batch_size": 16}
 ON_CPU = {
     "ddp": (OPT, {"strategy": "ddp"}),
@@ -70,7 +97,17 @@ ON_CPU = {
 
 
 def configuration(folder: str, settings: dict) -> RunConfig:
-    return RunConfig(**{"model": folder, "dataset": "none/none", "dtype": "fp32", "batch_size": 4, "max_length": 256, "packing": "packed", **settings})
+    return RunConfig(
+        **{
+            "model": folder,
+            "dataset": "none/none",
+            "dtype": "fp32",
+            "batch_size": 4,
+            "max_length": 256,
+            "packing": "packed",
+            **settings,
+        }
+    )
 
 
 def save_model(architecture: dict, folder: str, task: str | None, dtype: torch.dtype = torch.float32) -> None:
@@ -92,15 +129,20 @@ def predicted(found: dict) -> int:
 
 # -- two processes on a CPU -----------------------------------------------------------------------------------------
 
+
 def measure(cfg: RunConfig) -> tuple[int, int]:
     "This rank's peak in two real steps, in bytes, with and without gloo's own copies."
     world = join_world(cfg)
     labels = ["0", "1"] if cfg.task == "classification" else None
     quantization, _ = choose_quantization(cfg, world.size, world.device)
     dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, world.device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         model, streamed = load_base(cfg, world, NoTokenizer(), labels, dtype, quantization, cfg.strategy == "fsdp")
-        for parameter in () if streamed else model.parameters():  # on a GPU each is a copy, here a view of the file, all of which counts while one is there
+        for parameter in (
+            () if streamed else model.parameters()
+        ):  # on a GPU each is a copy, here a view of the file, all of which counts while one is there
             if not hasattr(parameter, "quant_state"):
                 parameter.data = parameter.data.clone()
         strategy, _ = make_strategy(cfg, world, 0)
@@ -151,11 +193,22 @@ def in_processes(cfg: RunConfig) -> tuple[int, int]:
     "The peak of rank 1 of 2. Rank 0's weights are views into the file they were read from, which no allocator counts."
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }
         environment["MASTER_PORT"] = str(probe.getsockname()[1])
         probe.close()
         command = [sys.executable, __file__, "--rank", json.dumps(cfg.model_dump()), folder]
-        ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE) for rank in range(2)]
+        ranks = [
+            subprocess.Popen(
+                command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE
+            )
+            for rank in range(2)
+        ]
         errors = [rank.communicate(timeout=600)[1].decode() for rank in ranks]
         assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)[-3000:]
         return json.loads((Path(folder) / "1.json").read_text())
@@ -180,8 +233,11 @@ def on_cpu(wanted: list[str]) -> None:
         mib = {"predicted_mib": guess, "measured_mib": real, "measured_with_gloo_mib": copies}
         mib = {k: round(v / 2**20, 2) for k, v in mib.items()}
         rows.append({"configuration": name, **mib, "error": guess / real - 1, "error_with_gloo": guess / copies - 1})
-        print(f"{name:36} predicted {guess / 2**20:8.2f} MiB   measured {real / 2**20:8.2f} MiB   {guess / real - 1:+.2%}   "
-              f"with gloo's copies {copies / 2**20:8.2f} MiB {guess / copies - 1:+.2%}", flush=True)
+        print(
+            f"{name:36} predicted {guess / 2**20:8.2f} MiB   measured {real / 2**20:8.2f} MiB   {guess / real - 1:+.2%}   "
+            f"with gloo's copies {copies / 2**20:8.2f} MiB {guess / copies - 1:+.2%}",
+            flush=True,
+        )
     summary = summarise(rows)
     if not wanted:
         save("memory.json", summary)
@@ -200,11 +256,35 @@ def save(name: str, content: dict) -> None:
 
 # -- one GPU --------------------------------------------------------------------------------------------------------
 
-LARGE_OPT = {**OPT, "vocab_size": 50272, "hidden_size": 1024, "word_embed_proj_dim": 1024, "ffn_dim": 4096, "num_hidden_layers": 12, "num_attention_heads": 16,
-             "max_position_embeddings": 2048}
-LARGE_QWEN = {**QWEN, "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16,
-              "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096}
-LARGE_BERT = {**BERT, "vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+LARGE_OPT = {
+    **OPT,
+    "vocab_size": 50272,
+    "hidden_size": 1024,
+    "word_embed_proj_dim": 1024,
+    "ffn_dim": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 2048,
+}
+LARGE_QWEN = {
+    **QWEN,
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+LARGE_BERT = {
+    **BERT,
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+}
 
 
 def gpu_configurations() -> dict[str, tuple[dict, dict]]:
@@ -215,8 +295,11 @@ def gpu_configurations() -> dict[str, tuple[dict, dict]]:
         for dtype in ("bf16", "fp16", "fp32"):
             found[f"{strategy}, {dtype}"] = (LARGE_OPT, {**base, "strategy": strategy, "dtype": dtype})
         for name, settings in {
-            "checkpointed": {"activation_checkpointing": "full"}, "every 2nd": {"activation_checkpointing": 2}, "accumulated": {"accum_steps": 2},
-            "bucketed": {"packing": "bucketed"}, "batch 16": {"batch_size": 16},
+            "checkpointed": {"activation_checkpointing": "full"},
+            "every 2nd": {"activation_checkpointing": 2},
+            "accumulated": {"accum_steps": 2},
+            "bucketed": {"packing": "bucketed"},
+            "batch 16": {"batch_size": 16},
         }.items():
             found[f"{strategy}, {name}"] = (LARGE_OPT, {**base, "strategy": strategy, **settings})
         for tuning in ("lora", "qlora"):
@@ -243,7 +326,11 @@ class OnOneGPU:
             if tensor.device != self.world.device:
                 if id(tensor) not in known:
                     new = tensor.detach().to(self.world.device)
-                    known[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+                    known[id(tensor)] = (
+                        nn.Parameter(new, requires_grad=tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else new
+                    )
                 getattr(module, kind)[name] = known[id(tensor)]
         return []
 
@@ -292,21 +379,42 @@ def on_gpu() -> None:
             save_model(architecture, folder, settings.get("task"))
             cfg = configuration(folder, settings)
             guess = simulate(cfg, gpu, 2)
-            done = subprocess.run([sys.executable, __file__, "--on-gpu", json.dumps(cfg.model_dump())], capture_output=True, text=True, timeout=600)
+            done = subprocess.run(
+                [sys.executable, __file__, "--on-gpu", json.dumps(cfg.model_dump())],
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
         if done.returncode:
             print(f"{name}: failed: {done.stderr[-800:]}", flush=True)
             continue
         real = json.loads(done.stdout.splitlines()[-1])
         row = {
-            "configuration": name, "predicted_mib": round(predicted(guess) / 2**20, 1), "measured_mib": round(real["allocated"] / 2**20, 1),
-            "predicted_reserved_mib": round(guess["reserved"] / 2**20, 1), "measured_reserved_mib": round(real["reserved"] / 2**20, 1),
-            "error": predicted(guess) / real["allocated"] - 1, "reserved_error": guess["reserved"] / real["reserved"] - 1,
-            "predicted_s": guess["seconds"], "measured_s": real["seconds"], "beside_mib": round(real["beside"] / 2**20, 1),
+            "configuration": name,
+            "predicted_mib": round(predicted(guess) / 2**20, 1),
+            "measured_mib": round(real["allocated"] / 2**20, 1),
+            "predicted_reserved_mib": round(guess["reserved"] / 2**20, 1),
+            "measured_reserved_mib": round(real["reserved"] / 2**20, 1),
+            "error": predicted(guess) / real["allocated"] - 1,
+            "reserved_error": guess["reserved"] / real["reserved"] - 1,
+            "predicted_s": guess["seconds"],
+            "measured_s": real["seconds"],
+            "beside_mib": round(real["beside"] / 2**20, 1),
         }
         rows.append(row)
-        print(f"{name:24} allocated {row['predicted_mib']:9.1f} {row['measured_mib']:9.1f} {row['error']:+.2%}   reserved {row['predicted_reserved_mib']:9.1f} "
-              f"{row['measured_reserved_mib']:9.1f} {row['reserved_error']:+.2%}", flush=True)
-    save("memory-gpu.json", {**summarise(rows), "gpu": torch.cuda.get_device_name(), "false_fits": sum(r["reserved_error"] < 0 for r in rows)})
+        print(
+            f"{name:24} allocated {row['predicted_mib']:9.1f} {row['measured_mib']:9.1f} {row['error']:+.2%}   reserved {row['predicted_reserved_mib']:9.1f} "
+            f"{row['measured_reserved_mib']:9.1f} {row['reserved_error']:+.2%}",
+            flush=True,
+        )
+    save(
+        "memory-gpu.json",
+        {
+            **summarise(rows),
+            "gpu": torch.cuda.get_device_name(),
+            "false_fits": sum(r["reserved_error"] < 0 for r in rows),
+        },
+    )
 
 
 # -- what fits on 2 x T4, and how long an estimate takes --------------------------------------------------------------
@@ -314,7 +422,13 @@ def on_gpu() -> None:
 LORA = {"tuning": "lora", "quantization": "none", "task": "chat", "batch_size": 2, "accum_steps": 4, "max_length": 1024}
 QLORA = {"tuning": "qlora", "task": "chat", "batch_size": 1, "accum_steps": 8, "max_length": 1024}
 TABLE = {
-    "OPT-1.3B, full, fsdp, 4 x 512": {"model": "facebook/opt-1.3b", "strategy": "fsdp", "batch_size": 4, "max_length": 512, "activation_checkpointing": "none"},
+    "OPT-1.3B, full, fsdp, 4 x 512": {
+        "model": "facebook/opt-1.3b",
+        "strategy": "fsdp",
+        "batch_size": 4,
+        "max_length": 512,
+        "activation_checkpointing": "none",
+    },
     "OPT-1.3B, the preset": {"preset": "opt-1.3b-arxiv"},
     "OPT-1.3B, full, ddp": {"model": "facebook/opt-1.3b", "strategy": "ddp", "batch_size": 4, "max_length": 512},
     "Qwen3-0.6B, LoRA, ddp": {"model": "Qwen/Qwen3-0.6B", "strategy": "ddp", **LORA},
@@ -341,19 +455,42 @@ def timing(repeats: int) -> None:
     rows = {}
     for name, arguments in {
         "OPT-1.3B, full, fsdp": ["--preset", "opt-1.3b-arxiv"],
-        "Qwen3-32B, QLoRA, fsdp": ["--model", "Qwen/Qwen3-32B", "--tuning", "qlora", "--strategy", "fsdp", "--batch-size", "1", "--max-length", "1024",
-                                   "--activation-checkpointing", "full"],
+        "Qwen3-32B, QLoRA, fsdp": [
+            "--model",
+            "Qwen/Qwen3-32B",
+            "--tuning",
+            "qlora",
+            "--strategy",
+            "fsdp",
+            "--batch-size",
+            "1",
+            "--max-length",
+            "1024",
+            "--activation-checkpointing",
+            "full",
+        ],
     }.items():
         took, most = [], 0.0
         for _ in range(repeats):
             with tempfile.TemporaryDirectory() as cache:
-                command = [Path(sys.executable).parent / "multigpu-ft", "estimate", *arguments, "--gpus", "2", "--gpu-memory-gib", "A100", "--json"]
+                command = [
+                    Path(sys.executable).parent / "multigpu-ft",
+                    "estimate",
+                    *arguments,
+                    "--gpus",
+                    "2",
+                    "--gpu-memory-gib",
+                    "A100",
+                    "--json",
+                ]
                 begun = time.perf_counter()
                 subprocess.run(command, env={**os.environ, "XDG_CACHE_HOME": cache}, check=True, capture_output=True)
                 took.append(round(time.perf_counter() - begun, 2))
                 most = max(most, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20)
         rows[name] = {"seconds": took, "peak_gib_of_a_process": round(most, 2)}
-        print(f"{name:28} {min(took):.1f}-{max(took):.1f} s, median {median(took):.1f}, up to {most:.2f} GiB", flush=True)
+        print(
+            f"{name:28} {min(took):.1f}-{max(took):.1f} s, median {median(took):.1f}, up to {most:.2f} GiB", flush=True
+        )
     save("memory-time.json", rows)
 
 

@@ -3,6 +3,7 @@ costs; and how large a notebook is in which a long run was watched.
 
     python bench/notebook.py --rounds 5 --steps 20000
 """
+
 import argparse
 import json
 import re
@@ -33,7 +34,10 @@ print(json.dumps({'redraw_ms': 1000 * sorted(times)[25], 'points': len(panel._cu
 
 def journey(folder):
     "Seconds of each leg, as a user waits for it."
-    cells = IMPORTS + "form(RunConfig(run_root='runs', packing='padded', batch_size=2, nproc=2))", IMPORTS + "run = Run.attach('runs/mine')"
+    cells = (
+        IMPORTS + "form(RunConfig(run_root='runs', packing='padded', batch_size=2, nproc=2))",
+        IMPORTS + "run = Run.attach('runs/mine')",
+    )
     legs, clock = {}, time.monotonic()
 
     def leg(name):
@@ -78,7 +82,9 @@ def long_run(folder, steps):
         page.run_cell(1)
         page.wait_for_text("redraw_ms", 30, 1)
         cost = json.loads(re.search(r"\{.*redraw_ms.*\}", page.output(1).inner_text())[0])
-        page.page.evaluate("window.panel.content.activeCellIndex = 1; window.jupyterapp.commands.execute('notebook:delete-cell')")
+        page.page.evaluate(
+            "window.panel.content.activeCellIndex = 1; window.jupyterapp.commands.execute('notebook:delete-cell')"
+        )
         page.save()
         size = (folder / "long.ipynb").stat().st_size
     done = [m["step"] for m in map(json.loads, (folder / "runs" / "long" / "metrics.jsonl").read_text().splitlines())]

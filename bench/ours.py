@@ -1,4 +1,5 @@
 """Our step as a run makes it, on ranks that a comparison has started, and what the other side of the comparison needs: its batches, and taking turns."""
+
 import copy
 import tempfile
 import time
@@ -25,7 +26,12 @@ class Ours:
 
     def __init__(self, folder, **settings):
         self.cfg = cfg = RunConfig(
-            model=folder, dataset=f"{folder}/texts.jsonl", batch_size=2, run_root=tempfile.mkdtemp(), learning_rate=1e-4, **settings
+            model=folder,
+            dataset=f"{folder}/texts.jsonl",
+            batch_size=2,
+            run_root=tempfile.mkdtemp(),
+            learning_rate=1e-4,
+            **settings,
         )
         self.world, tokenizer = join_world(cfg), load_tokenizer(cfg)
         self._texts = tokenize_texts(load_texts(cfg).texts, tokenizer, cfg.max_length)

@@ -9,6 +9,7 @@ torchrun --standalone --nproc-per-node N bench/peers.py ARM FOLDER fp32|bf16|fp1
 
 Prints one JSON object: time and real tokens of each optimizer step (all ranks), the first step's loss, the process's start and its peak memory.
 """
+
 import json
 import os
 import resource
@@ -17,7 +18,14 @@ import time
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 TEXTS, MAX_LENGTH, RATE = 4, 512, 1e-4
 
@@ -29,12 +37,18 @@ def report(times, tokens, first_loss):
     cuda = torch.cuda.is_available()
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if int(os.environ.get("RANK", 0)) == 0:
-        print(json.dumps({"times": times, "tokens": counts.tolist(), "first_loss": first_loss, "peak_bytes": peak}), flush=True)
+        print(
+            json.dumps({"times": times, "tokens": counts.tolist(), "first_loss": first_loss, "peak_bytes": peak}),
+            flush=True,
+        )
 
 
 def tokenized(folder, tokenizer):
     texts = json.load(open(os.path.join(folder, "texts.json")))
-    return [ids + [tokenizer.eos_token_id] if len(ids) < MAX_LENGTH else ids for ids in tokenizer(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]]
+    return [
+        ids + [tokenizer.eos_token_id] if len(ids) < MAX_LENGTH else ids
+        for ids in tokenizer(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
+    ]
 
 
 def original(folder, dtype, rows, max_steps):
@@ -44,7 +58,11 @@ def original(folder, dtype, rows, max_steps):
     rank, size = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     padded = tokenizer(
-        json.load(open(os.path.join(folder, "texts.json"))), truncation=True, max_length=MAX_LENGTH, padding="max_length", return_tensors="pt"
+        json.load(open(os.path.join(folder, "texts.json"))),
+        truncation=True,
+        max_length=MAX_LENGTH,
+        padding="max_length",
+        return_tensors="pt",
     )
     model = DistributedDataParallel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -93,11 +111,24 @@ class Counting:
 
 def arguments(arm, folder, dtype, rows, max_steps, kind=TrainingArguments, **more):
     return kind(
-        output_dir=os.path.join(folder, "out"), per_device_train_batch_size=rows if arm in ("packed", "trl") else TEXTS,
+        output_dir=os.path.join(folder, "out"),
+        per_device_train_batch_size=rows if arm in ("packed", "trl") else TEXTS,
         max_steps=max_steps,
-        learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=0,
-        bf16=dtype == "bf16", fp16=dtype == "fp16", use_cpu=not torch.cuda.is_available(), gradient_checkpointing=False, dataloader_drop_last=True,
-        **({} if torch.cuda.is_available() else {"ddp_backend": "gloo"}), **more,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+        bf16=dtype == "bf16",
+        fp16=dtype == "fp16",
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=False,
+        dataloader_drop_last=True,
+        **({} if torch.cuda.is_available() else {"ddp_backend": "gloo"}),
+        **more,
     )
 
 
@@ -111,7 +142,17 @@ def trainer(arm, folder, dtype, rows, max_steps):
         from trl import SFTConfig, SFTTrainer
 
         data = Dataset.from_dict({"text": json.load(open(os.path.join(folder, "texts.json")))})
-        args = arguments(arm, folder, dtype, rows, max_steps, SFTConfig, packing=True, max_length=MAX_LENGTH, dataset_text_field="text")
+        args = arguments(
+            arm,
+            folder,
+            dtype,
+            rows,
+            max_steps,
+            SFTConfig,
+            packing=True,
+            max_length=MAX_LENGTH,
+            dataset_text_field="text",
+        )
         job = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
         job.data_collator = collator = Counting(job.data_collator)
     else:
@@ -123,7 +164,11 @@ def trainer(arm, folder, dtype, rows, max_steps):
         collator = Counting(DataCollatorForLanguageModeling(tokenizer, mlm=False))
         grouping = {"train_sampling_strategy": "group_by_length"} if arm == "grouped" else {}
         job = Trainer(
-            model=model, args=arguments(arm, folder, dtype, rows, max_steps, **grouping), train_dataset=data, data_collator=collator, callbacks=[clock],
+            model=model,
+            args=arguments(arm, folder, dtype, rows, max_steps, **grouping),
+            train_dataset=data,
+            data_collator=collator,
+            callbacks=[clock],
             processing_class=tokenizer,
         )
     job.train()
@@ -132,7 +177,11 @@ def trainer(arm, folder, dtype, rows, max_steps):
 
 
 if __name__ == "__main__":
-    arm, folder, dtype, rows, max_steps = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])  # rows: of a micro-batch, for packed and trl
+    arm, folder, dtype, rows, max_steps = (
+        *sys.argv[1:4],
+        int(sys.argv[4]),
+        int(sys.argv[5]),
+    )  # rows: of a micro-batch, for packed and trl
     (original if arm == "original" else lambda *rest: trainer(arm, *rest))(folder, dtype, rows, max_steps)
     sys.stdout.flush()
     if dist.is_initialized():

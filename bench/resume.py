@@ -5,6 +5,7 @@
 Two ranks, 48 texts, 8 a step, a checkpoint every 2 steps. Rank 1 is killed in its 5th step. Then the run is resumed on two ranks and, from the same
 checkpoint, on one. What counts is what went into the final model: steps up to the checkpoint, and all steps after the resume.
 """
+
 import argparse
 import collections
 import itertools
@@ -56,7 +57,11 @@ Traced(AutoModelForCausalLM.from_pretrained(folder + "/model"), arguments, train
 
 def count(texts):
     seen = collections.Counter(texts)
-    return {"trained once": sum(n == 1 for n in seen.values()), "trained twice": sum(n > 1 for n in seen.values()), "never": faults.TEXTS - len(seen)}
+    return {
+        "trained once": sum(n == 1 for n in seen.values()),
+        "trained twice": sum(n > 1 for n in seen.values()),
+        "never": faults.TEXTS - len(seen),
+    }
 
 
 def trainer(folder, ranks):
@@ -74,8 +79,15 @@ def trainer(folder, ranks):
     checkpoint = max(int(p.name.split("-")[1]) for p in out.glob("checkpoint-*"))
     done = run(ranks, 0, "resume")
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = {name: [json.loads(line) for path in out.glob(f"trace-{name}-*.jsonl") for line in path.read_text().splitlines()] for name in ("first", "resumed")}
-    texts = list(itertools.chain(*(ids for step, ids in lines["first"] if step <= checkpoint), *(ids for _, ids in lines["resumed"])))
+    lines = {
+        name: [json.loads(line) for path in out.glob(f"trace-{name}-*.jsonl") for line in path.read_text().splitlines()]
+        for name in ("first", "resumed")
+    }
+    texts = list(
+        itertools.chain(
+            *(ids for step, ids in lines["first"] if step <= checkpoint), *(ids for _, ids in lines["resumed"])
+        )
+    )
     warned = [line for line in done.stderr.splitlines() if "world" in line.lower() or "batch" in line.lower()]
     return {"checkpoint at step": checkpoint, **count(texts), "told": warned[:1] or "nothing"}
 
@@ -91,7 +103,11 @@ def ours(folder, server, ranks):
     again = server.finish(cfg.replace(nproc=ranks))
     _, texts = faults.lineage([run_dir, again])
     checkpoint = again.status()["first_step"] - 1
-    return {"checkpoint at step": checkpoint, **count(itertools.chain(*texts)), "told": again.status().get("remarks") or "nothing"}
+    return {
+        "checkpoint at step": checkpoint,
+        **count(itertools.chain(*texts)),
+        "told": again.status().get("remarks") or "nothing",
+    }
 
 
 def main():
@@ -102,7 +118,10 @@ def main():
         folder = faults.make_material(Path(tmp))
         server, results = faults.Server(folder / "model"), {}
         for ranks in (2, 1):
-            results[f"2 ranks, killed, resumed on {ranks}"] = {"Trainer": trainer(folder, ranks), "multigpu_ft": ours(folder, server, ranks)}
+            results[f"2 ranks, killed, resumed on {ranks}"] = {
+                "Trainer": trainer(folder, ranks),
+                "multigpu_ft": ours(folder, server, ranks),
+            }
             print(json.dumps(results, indent=1), flush=True)
         server.close()
         shutil.rmtree(folder / "model")

@@ -5,6 +5,7 @@
 Every round takes every arm once, in an order of its own. A stall is the time until training may go on; a full save the time until the checkpoint is
 complete, flushed to the disk, with a digest of each file (torch's arms have no digests).
 """
+
 import argparse
 import json
 import os
@@ -40,9 +41,17 @@ def rank(strategy_name, rounds, report):
     cfg = RunConfig(run_root=str(folder), strategy=strategy_name, keep=1, run_name="run")
     world = join_world(cfg)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(OPTConfig(
-        vocab_size=32_000, hidden_size=768, word_embed_proj_dim=768, ffn_dim=3072, num_hidden_layers=12, num_attention_heads=12, dropout=0.0,
-    ))
+    model = AutoModelForCausalLM.from_config(
+        OPTConfig(
+            vocab_size=32_000,
+            hidden_size=768,
+            word_embed_proj_dim=768,
+            ffn_dim=3072,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            dropout=0.0,
+        )
+    )
     parameters = sum(p.numel() for p in model.parameters())
     strategy, _ = make_strategy(cfg, world, 0)
     strategy.prepare(LossModel(model), lambda m: make_optimizer(cfg, m))
@@ -74,13 +83,19 @@ def rank(strategy_name, rounds, report):
             steps.append(time.perf_counter() - before)
         save = None if wait else writer.wait()
         assert wait or save.error is None, save
-        return {"stall": stall, "seconds": stall if wait else save.seconds, "step_meanwhile": statistics.median(steps) if steps else None}
+        return {
+            "stall": stall,
+            "seconds": stall if wait else save.seconds,
+            "step_meanwhile": statistics.median(steps) if steps else None,
+        }
 
     def theirs(arm):
         path = folder / "theirs"
         begun = time.perf_counter()
         if arm == "torch.save of the full state":
-            state = get_state_dict(model, strategy.optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            state = get_state_dict(
+                model, strategy.optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+            )
             if world.is_main:
                 path.mkdir()
                 with open(path / "state.pt", "wb") as file:
@@ -123,7 +138,9 @@ def rank(strategy_name, rounds, report):
             step()
         alone.append((time.perf_counter() - before) / 3)
     if world.is_main:
-        Path(report).write_text(json.dumps({"parameters": parameters, "arms": taken, "step_alone": alone[1:], "bytes": 3 * 4 * parameters}))
+        Path(report).write_text(
+            json.dumps({"parameters": parameters, "arms": taken, "step_alone": alone[1:], "bytes": 3 * 4 * parameters})
+        )
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
@@ -136,7 +153,11 @@ def everybodys(dist, world, value):
 
 
 def spread(values):
-    return {"median": round(statistics.median(values), 4), "range": [round(min(values), 4), round(max(values), 4)], "n": len(values)}
+    return {
+        "median": round(statistics.median(values), 4),
+        "range": [round(min(values), 4), round(max(values), 4)],
+        "n": len(values),
+    }
 
 
 def main():
@@ -149,18 +170,31 @@ def main():
         with tempfile.TemporaryDirectory(prefix="bench-saving-") as tmp:
             report = Path(tmp) / "report.json"
             torchrun = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"]
-            subprocess.run([*torchrun, __file__, "rank", strategy, str(options.rounds), report], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            subprocess.run(
+                [*torchrun, __file__, "rank", strategy, str(options.rounds), report],
+                check=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
             found = json.loads(report.read_text())
         arms, full = found["arms"], [r["seconds"] for r in found["arms"]["ours, waiting for all of it"]]
         meanwhile = [r["step_meanwhile"] for r in arms["ours"] if r.get("step_meanwhile")]
         results[strategy] = {
-            "parameters": found["parameters"], "bytes": found["bytes"],
+            "parameters": found["parameters"],
+            "bytes": found["bytes"],
             "stall_s": {arm: spread([r["stall"] for r in arms[arm]]) for arm in ARMS},
             "until_complete_s": {arm: spread([r["seconds"] for r in arms[arm]]) for arm in ARMS},
-            "stall over a synchronous full save": spread([a["stall"] / b for a, b in zip(arms["ours"], full, strict=True)]),
-            "stall over torch.save of the full state": spread([a["stall"] / b["stall"] for a, b in zip(arms["ours"], arms[ARMS[2]], strict=True)]),
-            "stall over torch dcp.async_save": spread([a["stall"] / b["stall"] for a, b in zip(arms["ours"], arms[ARMS[4]], strict=True)]),
-            "a step while a save is written, over one alone": spread([m / statistics.median(found["step_alone"]) for m in meanwhile]),
+            "stall over a synchronous full save": spread(
+                [a["stall"] / b for a, b in zip(arms["ours"], full, strict=True)]
+            ),
+            "stall over torch.save of the full state": spread(
+                [a["stall"] / b["stall"] for a, b in zip(arms["ours"], arms[ARMS[2]], strict=True)]
+            ),
+            "stall over torch dcp.async_save": spread(
+                [a["stall"] / b["stall"] for a, b in zip(arms["ours"], arms[ARMS[4]], strict=True)]
+            ),
+            "a step while a save is written, over one alone": spread(
+                [m / statistics.median(found["step_alone"]) for m in meanwhile]
+            ),
         }
         print(strategy, json.dumps(results[strategy], indent=1), flush=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")

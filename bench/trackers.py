@@ -4,6 +4,7 @@
 
 Arms are interleaved. A run is one of the test harness, forked from a process that has torch imported, so that little else is in the numbers; each imports W&B.
 """
+
 import argparse
 import fcntl
 import json
@@ -39,14 +40,21 @@ def run(server, cfg):
     assert run_dir.status()["state"] == "done", run_dir.log_file(0).read_text()
     metrics = RunDir(run_dir.path).metrics()
     return {
-        "first_step_s": metrics[0]["time"] - begun, "run_s": ended - begun, "steps": len(metrics),
+        "first_step_s": metrics[0]["time"] - begun,
+        "run_s": ended - begun,
+        "steps": len(metrics),
         "step_ms": 1000 * statistics.median(m["step_s"] for m in metrics),
         "remarks": [text.split(".")[0] for text in run_dir.status().get("remarks", [])],
     }
 
 
 def summary(values):
-    return {"median": round(statistics.median(values), 3), "lowest": round(min(values), 3), "highest": round(max(values), 3), "n": len(values)}
+    return {
+        "median": round(statistics.median(values), 3),
+        "lowest": round(min(values), 3),
+        "highest": round(max(values), 3),
+        "n": len(values),
+    }
 
 
 def main():
@@ -61,14 +69,18 @@ def main():
         server = faults.Server(material / "model")
         for repeat in range(options.repeats):
             for arm in random.Random(repeat).sample(ARMS, len(ARMS)):
-                cfg = faults.config(material, Path(tmp) / f"{arm}-{repeat}", tracker=arm, save_every=None, num_epochs=25)
+                cfg = faults.config(
+                    material, Path(tmp) / f"{arm}-{repeat}", tracker=arm, save_every=None, num_epochs=25
+                )
                 found[arm].append(run(server, cfg))
                 print(repeat, arm, found[arm][-1], flush=True)
         server.close()
     report = {"cores": os.cpu_count(), "steps": found["none"][0]["steps"], "wandb_said": found["wandb"][0]["remarks"]}
     for arm in ARMS:
         report[arm] = {name: summary([r[name] for r in found[arm]]) for name in ("first_step_s", "run_s", "step_ms")}
-        report[arm]["first_step_s, more than none"] = summary([r["first_step_s"] - n["first_step_s"] for r, n in zip(found[arm], found["none"], strict=True)])
+        report[arm]["first_step_s, more than none"] = summary(
+            [r["first_step_s"] - n["first_step_s"] for r, n in zip(found[arm], found["none"], strict=True)]
+        )
     print(json.dumps(report, indent=1))
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")

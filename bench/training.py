@@ -7,6 +7,7 @@ All arms train the same model (OPT, hidden 384, 6 layers, from the same random w
 nearly as many real tokens. Arms are interleaved, their order rotates, and ratios are taken inside a round. An arm whose first loss is not that of
 the untrained model is an error.
 """
+
 import argparse
 import json
 import math
@@ -24,11 +25,27 @@ HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 # part: (vocabulary, dtype, {arm: steps}); ours is named by its strategy and its rows a micro-batch
 PARTS = {
-    "fp32, V=8,192": (8192, "fp32", {
-        "ours ddp 2": 8, "original": 5, "dynamic": 7, "grouped": 7, "ours ddp 3": 7, "packed": 8, "trl": 6, "ours fsdp 2": 8, "ours single 2": 8,
-    }),
+    "fp32, V=8,192": (
+        8192,
+        "fp32",
+        {
+            "ours ddp 2": 8,
+            "original": 5,
+            "dynamic": 7,
+            "grouped": 7,
+            "ours ddp 3": 7,
+            "packed": 8,
+            "trl": 6,
+            "ours fsdp 2": 8,
+            "ours single 2": 8,
+        },
+    ),
     "bf16, V=8,192": (8192, "bf16", {"ours ddp 2": 9, "grouped": 7, "ours ddp 3": 7, "packed": 9}),
-    "fp32, V=50,272": (50272, "fp32", {"ours ddp 2": 5, "original": 3, "dynamic": 4, "grouped": 4, "packed": 5, "trl": 4}),
+    "fp32, V=50,272": (
+        50272,
+        "fp32",
+        {"ours ddp 2": 5, "original": 3, "dynamic": 4, "grouped": 4, "packed": 5, "trl": 4},
+    ),
 }
 GPU_PARTS = {  # one GPU; the models are the architectures with random weights
     "OPT-1.3B bf16": ("facebook/opt-1.3b", "bf16", {"ours single 8": 20, "packed": 20}),
@@ -36,19 +53,47 @@ GPU_PARTS = {  # one GPU; the models are the architectures with random weights
     "Qwen3-0.6B bf16": ("Qwen/Qwen3-0.6B", "bf16", {"ours single 8": 20, "packed": 20}),
 }
 GPU_SHAPES = {
-    "facebook/opt-1.3b": ("opt", {
-        "vocab_size": 50272, "hidden_size": 2048, "num_hidden_layers": 24, "ffn_dim": 8192, "num_attention_heads": 32, "max_position_embeddings": 2048,
-        "word_embed_proj_dim": 2048, "dropout": 0.0, "attention_dropout": 0.0,
-    }),
-    "Qwen/Qwen3-0.6B": ("qwen3", {
-        "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "tie_word_embeddings": True,
-    }),
+    "facebook/opt-1.3b": (
+        "opt",
+        {
+            "vocab_size": 50272,
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "ffn_dim": 8192,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "word_embed_proj_dim": 2048,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
+    "Qwen/Qwen3-0.6B": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "num_hidden_layers": 28,
+            "intermediate_size": 3072,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
-SMALL = ("opt", {
-    "hidden_size": 384, "word_embed_proj_dim": 384, "ffn_dim": 1536, "num_hidden_layers": 6, "num_attention_heads": 6, "max_position_embeddings": 512,
-    "dropout": 0.0, "attention_dropout": 0.0,
-})
+SMALL = (
+    "opt",
+    {
+        "hidden_size": 384,
+        "word_embed_proj_dim": 384,
+        "ffn_dim": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 512,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+)
 TARGETS = {  # real tokens/s over each peer's, at least
     "fp32, V=8,192": {"original": 3.4, "dynamic": 2.0, "grouped": 1.0, "packed": 1.03, "trl": 1.6},
     "fp32, V=50,272": {"original": 3.0, "dynamic": 1.9, "grouped": 1.0, "packed": 1.0, "trl": 1.8},
@@ -68,28 +113,52 @@ def prepare(folder, dataset, kind, shape):
     texts = load_texts(RunConfig(dataset=dataset)).texts
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=8192, special_tokens=["<s>", "<pad>", "</s>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>"
+    )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, pad_token_id=1, bos_token_id=0, eos_token_id=2)).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **shape, pad_token_id=1, bos_token_id=0, eos_token_id=2)
+    ).eval()
     model.save_pretrained(folder)
     (folder / "texts.json").write_text(json.dumps(texts))
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     with torch.no_grad():
-        return sum(model(ids, labels=ids).loss.item() for ids in (torch.tensor([tokenizer(t)["input_ids"][:512]]) for t in texts[:8])) / 8
+        return (
+            sum(
+                model(ids, labels=ids).loss.item()
+                for ids in (torch.tensor([tokenizer(t)["input_ids"][:512]]) for t in texts[:8])
+            )
+            / 8
+        )
 
 
 def peer(arm, rows, folder, dtype, steps, ranks):
     started = time.time()
-    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", str(ranks), HERE / "peers.py", arm, folder, dtype, str(rows), str(steps)]
+    command = [
+        BIN / "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        HERE / "peers.py",
+        arm,
+        folder,
+        dtype,
+        str(rows),
+        str(steps),
+    ]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr[-5000:])
     result = json.loads(done.stdout.splitlines()[-1])
     times, tokens = result["times"], result["tokens"]
     return {
-        "tokens_per_second": sum(tokens[1:]) / (times[-1] - times[0]), "first_step_s": times[0] - started, "first_loss": result["first_loss"],
-        "peak_gib": result["peak_bytes"] / 2**30, "tokens_a_step": sum(tokens) / len(tokens),
+        "tokens_per_second": sum(tokens[1:]) / (times[-1] - times[0]),
+        "first_step_s": times[0] - started,
+        "first_loss": result["first_loss"],
+        "peak_gib": result["peak_bytes"] / 2**30,
+        "tokens_a_step": sum(tokens) / len(tokens),
     }
 
 
@@ -97,22 +166,41 @@ def ours(strategy, rows, folder, dtype, steps):
     from multigpu_ft import RunConfig, launch
 
     cfg = RunConfig(
-        model=str(folder), dataset=f"{folder}/texts.jsonl", strategy=strategy, dtype=dtype, batch_size=rows, learning_rate=1e-4, max_steps=steps,
-        run_root=f"{folder}/runs", resume_file="none",
+        model=str(folder),
+        dataset=f"{folder}/texts.jsonl",
+        strategy=strategy,
+        dtype=dtype,
+        batch_size=rows,
+        learning_rate=1e-4,
+        max_steps=steps,
+        run_root=f"{folder}/runs",
+        resume_file="none",
     )
     started = time.time()
     metrics = launch(cfg, wait=False).wait().metrics
     tokens = [m["tokens_per_second"] * m["step_s"] for m in metrics]
     return {
-        "tokens_per_second": sum(tokens[1:]) / sum(m["step_s"] for m in metrics[1:]), "first_step_s": metrics[0]["time"] - started,
-        "first_loss": metrics[0]["loss"], "peak_gib": max(metrics[-1]["peak_memory_gib"]), "tokens_a_step": sum(tokens) / len(tokens),
-        "mfu": metrics[-1]["mfu"], "padding": sum(m["padding"] for m in metrics) / len(metrics),
-        "step_s": {p: statistics.mean(m[f"{p}_s"] for m in metrics[1:]) for p in ("data", "forward_backward", "communication", "optimizer")},
+        "tokens_per_second": sum(tokens[1:]) / sum(m["step_s"] for m in metrics[1:]),
+        "first_step_s": metrics[0]["time"] - started,
+        "first_loss": metrics[0]["loss"],
+        "peak_gib": max(metrics[-1]["peak_memory_gib"]),
+        "tokens_a_step": sum(tokens) / len(tokens),
+        "mfu": metrics[-1]["mfu"],
+        "padding": sum(m["padding"] for m in metrics) / len(metrics),
+        "step_s": {
+            p: statistics.mean(m[f"{p}_s"] for m in metrics[1:])
+            for p in ("data", "forward_backward", "communication", "optimizer")
+        },
     }
 
 
 def spread(values):
-    return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4), "n": len(values)}
+    return {
+        "median": round(statistics.median(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+        "n": len(values),
+    }
 
 
 def nearest(found, arm, mine):
@@ -132,8 +220,19 @@ def gemm_peak(dtype):
 
 
 def alternating(strategy, folder, steps):
-    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", HERE / "alternating.py", strategy, folder, str(steps)]
-    return json.loads(subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    command = [
+        BIN / "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        HERE / "alternating.py",
+        strategy,
+        folder,
+        str(steps),
+    ]
+    return json.loads(
+        subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    )
 
 
 def measure(name, vocabulary, dtype, arms, args, tmp, save):
@@ -151,21 +250,35 @@ def measure(name, vocabulary, dtype, arms, args, tmp, save):
             else:
                 result = peer(arm, int(names[0].split()[2]), folder, dtype, arms[arm], 1 if args.gpu else 2)
             if abs(result["first_loss"] - untrained) > 0.01 * untrained:
-                sys.exit(f"{arm}: its first loss is {result['first_loss']:.4f}, that of the untrained model {untrained:.4f}")
+                sys.exit(
+                    f"{arm}: its first loss is {result['first_loss']:.4f}, that of the untrained model {untrained:.4f}"
+                )
             found[arm].append(result)
-            print(f"{name} round {repeat + 1} {arm}: {result['tokens_per_second']:.0f} tokens/s, {result['peak_gib']:.2f} GiB", flush=True)
+            print(
+                f"{name} round {repeat + 1} {arm}: {result['tokens_per_second']:.0f} tokens/s, {result['peak_gib']:.2f} GiB",
+                flush=True,
+            )
         mine, peers = names[0], [arm for arm in arms if not arm.startswith("ours")]
         compared = {arm: nearest(found, arm, mine) for arm in peers}
         ratios = {
-            measured: {arm: spread([m[measured] / p[measured] for m, p in zip(found[compared[arm]], found[arm], strict=True)]) for arm in peers}
+            measured: {
+                arm: spread([m[measured] / p[measured] for m, p in zip(found[compared[arm]], found[arm], strict=True)])
+                for arm in peers
+            }
             for measured in ("tokens_per_second", "peak_gib", "first_step_s")
         }
         keys = ("tokens_per_second", "peak_gib", "first_step_s", "tokens_a_step")
-        save(name, {
-            "arms": {arm: {k: spread([r[k] for r in results]) for k in keys} for arm, results in found.items()}, "ours over": ratios, "compared": compared,
-            "untrained_loss": untrained, "first_losses": {arm: results[0]["first_loss"] for arm, results in found.items()},
-            mine: {k: found[mine][0].get(k) for k in ("padding", "step_s", "mfu")},
-        })
+        save(
+            name,
+            {
+                "arms": {arm: {k: spread([r[k] for r in results]) for k in keys} for arm, results in found.items()},
+                "ours over": ratios,
+                "compared": compared,
+                "untrained_loss": untrained,
+                "first_losses": {arm: results[0]["first_loss"] for arm, results in found.items()},
+                mine: {k: found[mine][0].get(k) for k in ("padding", "step_s", "mfu")},
+            },
+        )
     return folder, found
 
 
@@ -193,10 +306,22 @@ def main():
                 continue
             folder, found = measure(name, vocabulary, dtype, arms, args, tmp, save)
             if not args.gpu and name == "fp32, V=8,192":
-                save("speed of a step, ours over a bare loop", {s: spread(alternating(s, folder, 24)) for s in ("ddp", "fsdp")})
+                save(
+                    "speed of a step, ours over a bare loop",
+                    {s: spread(alternating(s, folder, 24)) for s in ("ddp", "fsdp")},
+                )
                 speeds = {s: [r["tokens_per_second"] for r in found[f"ours {s} 2"]] for s in ("single", "ddp", "fsdp")}
-                save("2 ranks over 1", {s: spread([two / one for two, one in zip(speeds[s], speeds["single"], strict=True)]) for s in ("ddp", "fsdp")})
-                save("GFLOP/s of one thread in a matrix product", {d: round(gemm_peak(d), 1) for d in ("float32", "bfloat16")})
+                save(
+                    "2 ranks over 1",
+                    {
+                        s: spread([two / one for two, one in zip(speeds[s], speeds["single"], strict=True)])
+                        for s in ("ddp", "fsdp")
+                    },
+                )
+                save(
+                    "GFLOP/s of one thread in a matrix product",
+                    {d: round(gemm_peak(d), 1) for d in ("float32", "bfloat16")},
+                )
     report(result, out)
 
 
@@ -208,20 +333,36 @@ def report(result, out):
     "The table of all parts that were measured."
     for part, targets in TARGETS.items():
         for arm, least in targets.items() if part in result else ():
-            line(f"{part}: tokens/s over {arm}", result[part]["ours over"]["tokens_per_second"][arm], f"at least {least}")
+            line(
+                f"{part}: tokens/s over {arm}", result[part]["ours over"]["tokens_per_second"][arm], f"at least {least}"
+            )
     if "fp32, V=50,272" in result:
-        line("fp32, V=50,272: peak RSS over grouped", result["fp32, V=50,272"]["ours over"]["peak_gib"]["grouped"], "at most 0.75")
+        line(
+            "fp32, V=50,272: peak RSS over grouped",
+            result["fp32, V=50,272"]["ours over"]["peak_gib"]["grouped"],
+            "at most 0.75",
+        )
     if "2 ranks over 1" in result:
-        line("launch to the end of the first step over grouped", result["fp32, V=8,192"]["ours over"]["first_step_s"]["grouped"], "at most 0.85")
+        line(
+            "launch to the end of the first step over grouped",
+            result["fp32, V=8,192"]["ours over"]["first_step_s"]["grouped"],
+            "at most 0.85",
+        )
         for strategy, least in (("ddp", 1.8), ("fsdp", 1.5)):
             line(f"{strategy}: 2 ranks over 1", result["2 ranks over 1"][strategy], f"at least {least}")
-            line(f"{strategy}: a step over a bare loop's, speed", result["speed of a step, ours over a bare loop"][strategy], "at least 0.98")
+            line(
+                f"{strategy}: a step over a bare loop's, speed",
+                result["speed of a step, ours over a bare loop"][strategy],
+                "at least 0.98",
+            )
     for part in GPU_PARTS:
         if part in result:
             ours_over, mfu = result[part]["ours over"], result[part]["ours single 8"]["mfu"]
             line(f"{part}: tokens/s over packed", ours_over["tokens_per_second"]["packed"], "at least 1.3")
             line(f"{part}: peak memory over packed", ours_over["peak_gib"]["packed"], "at most 0.6")
-            print(f"{part}: MFU {mfu}  at least 0.5 in bf16; peak {result[part]['arms']['ours single 8']['peak_gib']['median']} GiB, on a T4 at most 16")
+            print(
+                f"{part}: MFU {mfu}  at least 0.5 in bf16; peak {result[part]['arms']['ours single 8']['peak_gib']['median']} GiB, on a T4 at most 16"
+            )
     print(f"all of it: {out}")
 
 

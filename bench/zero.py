@@ -5,6 +5,7 @@ direct job gets its batch for nothing, and has the same DeepSpeed settings. Both
 is a pair of processes for each strategy; tokens/s are those of ours alone. Bytes are those of all tensors alive, between two micro-batches or after the last
 backward pass of a step, whichever is more. Writes results/zero.json.
 """
+
 import argparse
 import gc
 import json
@@ -18,9 +19,15 @@ from pathlib import Path
 
 HERE, BIN = Path(__file__).parent, Path(sys.executable).parent
 WAYS = {
-    "single": {"strategy": "single"}, "ddp": {"strategy": "ddp"}, "shard_grad_op": {"strategy": "fsdp", "sharding": "shard_grad_op"},
-    "full_shard": {"strategy": "fsdp", "sharding": "full_shard"}, "accelerate": {"strategy": "accelerate"}, "zero1": {"strategy": "zero1"},
-    "zero2": {"strategy": "zero2"}, "zero3": {"strategy": "zero3"}, "zero3, offload": {"strategy": "zero3", "offload": "all"},
+    "single": {"strategy": "single"},
+    "ddp": {"strategy": "ddp"},
+    "shard_grad_op": {"strategy": "fsdp", "sharding": "shard_grad_op"},
+    "full_shard": {"strategy": "fsdp", "sharding": "full_shard"},
+    "accelerate": {"strategy": "accelerate"},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "zero3": {"strategy": "zero3"},
+    "zero3, offload": {"strategy": "zero3", "offload": "all"},
 }
 DIRECT = ("accelerate", "zero1", "zero2", "zero3")
 
@@ -38,7 +45,11 @@ def alive():
     "All tensors of numbers with a point, as gradients are: not token ids or positions that a cache happens to hold."
     import torch
 
-    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and type(t).__name__ != "FakeTensor" and t.layout == torch.strided]
+    tensors = [
+        t
+        for t in gc.get_objects()
+        if isinstance(t, torch.Tensor) and type(t).__name__ != "FakeTensor" and t.layout == torch.strided
+    ]
     return [t for t in tensors if t.is_floating_point()]
 
 
@@ -48,10 +59,16 @@ def kept_bytes(strategy, micro_batches, targets):
 
     gc.collect()
     before, gradients = alive(), 0  # held to the end, so that no new tensor comes to lie where one of these was
-    parameters = storages([t for p in strategy.model.parameters() for t in (p.data, getattr(p, "ds_tensor", None)) if t is not None])
+    parameters = storages(
+        [t for p in strategy.model.parameters() for t in (p.data, getattr(p, "ds_tensor", None)) if t is not None]
+    )
     inner = getattr(strategy.optimizer, "optimizer", strategy.optimizer)
     zero, inner = inner, getattr(inner, "optimizer", inner)
-    copies = {at: size for at, size in storages(strategy._flat() if hasattr(strategy, "_flat") else []).items() if at not in parameters}
+    copies = {
+        at: size
+        for at, size in storages(strategy._flat() if hasattr(strategy, "_flat") else []).items()
+        if at not in parameters
+    }
     moments = storages(t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.ndim)
     flat = getattr(zero, "grad_partitions_flat_buffer", None)
     kept = storages([] if flat is None else [flat])  # ZeRO-3 has its gradients' place from the beginning to the end
@@ -67,8 +84,16 @@ def kept_bytes(strategy, micro_batches, targets):
         gradients = max(gradients, sum({**new, **kept}.values()))
     strategy.clip_grad_norm(1.0)
     strategy.step()
-    sums = {kind: sum(found.values()) for kind, found in {"parameters": parameters, "fp32 copies": copies, "moments": moments}.items()}
-    return {"parameters": sums["parameters"], "fp32 copies": sums["fp32 copies"], "gradients": gradients, "moments": sums["moments"]}
+    sums = {
+        kind: sum(found.values())
+        for kind, found in {"parameters": parameters, "fp32 copies": copies, "moments": moments}.items()
+    }
+    return {
+        "parameters": sums["parameters"],
+        "fp32 copies": sums["fp32 copies"],
+        "gradients": gradients,
+        "moments": sums["moments"],
+    }
 
 
 def be_rank(way, folder, steps, compare):
@@ -82,7 +107,9 @@ def be_rank(way, folder, steps, compare):
         from accelerate import Accelerator
 
         accelerator = Accelerator()  # of the same state, settings included, with an engine of its own
-        model, optimizer = accelerator.prepare(ours.base, torch.optim.AdamW(ours.base.parameters(), lr=1e-4, fused=True))
+        model, optimizer = accelerator.prepare(
+            ours.base, torch.optim.AdamW(ours.base.parameters(), lr=1e-4, fused=True)
+        )
         batches = ours.batches()
 
     def their_step():
@@ -102,11 +129,17 @@ def be_rank(way, folder, steps, compare):
 
     seconds = take_turns((ours.step, their_step) if compare else (ours.step,), steps, 1e-4)
     if compare:
-        found = {"ratio": statistics.median(t / o for o, t in zip(seconds[ours.step][2:], seconds[their_step][2:], strict=True))}
+        found = {
+            "ratio": statistics.median(
+                t / o for o, t in zip(seconds[ours.step][2:], seconds[their_step][2:], strict=True)
+            )
+        }
     else:
         found = {"tokens_per_second": sum(ours.tokens[2:]) / sum(seconds[ours.step][2:])}
         pair = next(ours.stream), next(ours.stream)
-        found["bytes"] = kept_bytes(ours.strategy, [step.micro_batches[0] for step in pair], sum(step.targets for step in pair))
+        found["bytes"] = kept_bytes(
+            ours.strategy, [step.micro_batches[0] for step in pair], sum(step.targets for step in pair)
+        )
         found["elements"] = sum(p.numel() for p in ours.base.parameters())
     if ours.world.is_main:
         print(json.dumps(found))
@@ -117,7 +150,19 @@ def be_rank(way, folder, steps, compare):
 
 def ask(way, folder, steps, compare):
     ranks = "1" if way == "single" else "2"
-    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", ranks, __file__, "--rank", way, "--folder", folder, "--steps", steps]
+    command = [
+        BIN / "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        ranks,
+        __file__,
+        "--rank",
+        way,
+        "--folder",
+        folder,
+        "--steps",
+        steps,
+    ]
     if compare:
         command.append("--compare")
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
@@ -131,7 +176,12 @@ def main():
     parser.add_argument("--dataset", default="builtin:python-docs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--only", nargs="*", default=["alone", "compared"], help="parts to measure anew; the other stays as it is in the result")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=["alone", "compared"],
+        help="parts to measure anew; the other stays as it is in the result",
+    )
     parser.add_argument("--rank")
     parser.add_argument("--folder")
     parser.add_argument("--compare", action="store_true")
@@ -156,9 +206,14 @@ def main():
     out = HERE / "results" / "zero.json"
     result = json.loads(out.read_text()) if out.exists() else {}
     if "compared" in args.only:
-        result["tokens/s over the same job directly on Accelerate"] = {way: spread(found) for way, found in ratios.items()}
+        result["tokens/s over the same job directly on Accelerate"] = {
+            way: spread(found) for way, found in ratios.items()
+        }
     if "alone" in args.only:
-        result |= {"tokens/s": {way: spread(found) for way, found in speeds.items()}, "bytes an element on a rank": kept}
+        result |= {
+            "tokens/s": {way: spread(found) for way, found in speeds.items()},
+            "bytes an element on a rank": kept,
+        }
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

@@ -25,9 +25,13 @@ def linear_layers(model: nn.Module) -> list[str]:
     "Full names of the linear layers of `model` that may get an adapter, quantized ones too, in forward order."
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
 
-    output, heads = model.get_output_embeddings(), tuple(f"{name}." for name in head_modules(model)) if _is_classifier(model) else ()
+    output, heads = (
+        model.get_output_embeddings(),
+        tuple(f"{name}." for name in head_modules(model)) if _is_classifier(model) else (),
+    )
     return [
-        name for name, module in model.named_modules()
+        name
+        for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not output and not f"{name}.".startswith(heads or "\0")
     ]
 
@@ -47,13 +51,17 @@ def target_modules(setting: str, model: nn.Module) -> list[str]:
     if setting == "query-value":
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-        wanted = _QUERY_VALUE.get(model.config.model_type) or TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type, [])
+        wanted = _QUERY_VALUE.get(model.config.model_type) or TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(
+            model.config.model_type, []
+        )
     else:
         wanted = [name.strip() for name in setting.split(",") if name.strip()]
     missing = [name for name in wanted if name not in known]
     if missing or not wanted:
         what = f"{', '.join(map(repr, missing))}{did_you_mean(missing[0], known)}" if missing else "that this means"
-        raise ModelError(f"lora_target_modules={setting!r}: {type(model).__name__} has no linear layer {what}; it has: {', '.join(known)}.")
+        raise ModelError(
+            f"lora_target_modules={setting!r}: {type(model).__name__} has no linear layer {what}; it has: {', '.join(known)}."
+        )
     return list(wanted)
 
 # %% ../nbs/02c_adapters.ipynb #6fa46463
@@ -62,10 +70,19 @@ def add_adapter(cfg: RunConfig, model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model  # takes a second, and full tuning does without
 
     heads = head_modules(model) if _is_classifier(model) else []
-    in_heads = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.startswith(tuple(heads) or "\0")]
+    in_heads = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith(tuple(heads) or "\0")
+    ]
     config = LoraConfig(
-        r=cfg.lora_r, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout, target_modules=target_modules(cfg.lora_target_modules, model),
-        exclude_modules=in_heads or None, modules_to_save=heads or None, task_type="SEQ_CLS" if heads else "CAUSAL_LM",
+        r=cfg.lora_r,
+        lora_alpha=cfg.lora_alpha,
+        lora_dropout=cfg.lora_dropout,
+        target_modules=target_modules(cfg.lora_target_modules, model),
+        exclude_modules=in_heads or None,
+        modules_to_save=heads or None,
+        task_type="SEQ_CLS" if heads else "CAUSAL_LM",
     )
     torch.manual_seed(cfg.seed)  # every rank begins with the same A
     adapted = get_peft_model(model, config)
@@ -121,7 +138,9 @@ def _unpacked(layer: nn.Module) -> torch.Tensor:
         return _as_it_was(layer, dequantize_4bit(weight, layer.quant_state))
     if kind == "Linear8bitLt":
         scales = layer.state.SCB if layer.state.SCB is not None else layer.weight.SCB
-        return _as_it_was(layer, weight.float() * scales.float().unsqueeze(1) / 127)  # LLM.int8: a scale a row, its largest value
+        return _as_it_was(
+            layer, weight.float() * scales.float().unsqueeze(1) / 127
+        )  # LLM.int8: a scale a row, its largest value
     return weight
 
 
@@ -146,11 +165,17 @@ def merged_weights(model: nn.Module, dtype: torch.dtype, keep: bool = True) -> d
             continue
         name = name.replace(".modules_to_save.default", "").replace("modules_to_save.default.", "")
         tensors: dict[str, Any] = dict(module.named_parameters(recurse=False)) | {
-            key: value for key, value in module.named_buffers(recurse=False) if key not in module._non_persistent_buffers_set
+            key: value
+            for key, value in module.named_buffers(recurse=False)
+            if key not in module._non_persistent_buffers_set
         }
         if name in layers:
             layer, inner = layers[name], layers[name].get_base_layer()
-            delta = whole(layer.lora_B["default"].weight).float() @ whole(layer.lora_A["default"].weight).float() * layer.scaling["default"]
+            delta = (
+                whole(layer.lora_B["default"].weight).float()
+                @ whole(layer.lora_A["default"].weight).float()
+                * layer.scaling["default"]
+            )
             tensors = {"weight": _unpacked(inner).float() + (delta.T if _is_turned(inner) else delta)}
             if inner.bias is not None:
                 tensors["bias"] = inner.bias
@@ -159,5 +184,7 @@ def merged_weights(model: nn.Module, dtype: torch.dtype, keep: bool = True) -> d
         for key, value in tensors.items():
             value = whole(value)
             if keep:
-                merged[f"{name}.{key}" if name else key] = (value.to(dtype) if value.is_floating_point() else value).cpu()
+                merged[f"{name}.{key}" if name else key] = (
+                    value.to(dtype) if value.is_floating_point() else value
+                ).cpu()
     return merged

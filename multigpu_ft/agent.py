@@ -10,7 +10,18 @@ from .attempts import Attempts
 from .config import RunConfig
 from .failures import failure_of
 from .machine import keep_outputs, outputs_folder
-from .processes import AGENT_PID_VARIABLE, IDLE, LEFT, NODE_VARIABLE, end_with, is_running, is_stopped, read_beat, read_error, watch_parent
+from multigpu_ft.processes import (
+    AGENT_PID_VARIABLE,
+    IDLE,
+    LEFT,
+    NODE_VARIABLE,
+    end_with,
+    is_running,
+    is_stopped,
+    read_beat,
+    read_error,
+    watch_parent,
+)
 from .rundir import FAILURE_FILE, GENERATION_FILE, STOPPED_EXIT_CODE, RunDir, write_json
 
 _ORPHAN_GRACE_S = 4.0
@@ -82,13 +93,22 @@ class _Rendezvous(RendezvousHandler):
         self._port = listener.getsockname()[1] if listener else self._place.port
         taken = {"master_listen_fd": listener.detach()} if listener else {}
         self._store = TCPStore(
-            self._place.host, self._port, is_master=bool(listener), timeout=timedelta(seconds=60), wait_for_workers=False, **taken
+            self._place.host,
+            self._port,
+            is_master=bool(listener),
+            timeout=timedelta(seconds=60),
+            wait_for_workers=False,
+            **taken,
         )
 
     def _listener(self) -> socket.socket | None:
         if self._place.node_rank:
             return None
-        return socket.create_server((self._place.host, 0)) if self._place.store is None else socket.socket(fileno=self._place.store)
+        return (
+            socket.create_server((self._place.host, 0))
+            if self._place.store is None
+            else socket.socket(fileno=self._place.store)
+        )
 
     def get_backend(self) -> str:
         return "multigpu_ft"
@@ -99,7 +119,9 @@ class _Rendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         store = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, self._place.node_rank, self._place.nnodes, RendezvousStoreInfo(self._place.host, self._port))
+        return RendezvousInfo(
+            store, self._place.node_rank, self._place.nnodes, RendezvousStoreInfo(self._place.host, self._port)
+        )
 
     def is_closed(self) -> bool:
         return self._closed
@@ -133,7 +155,10 @@ class _RunDirLogs(LogsSpecs):
         logs, errors = {}, {}
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
-            logs[local_rank], errors[local_rank] = str(self._run_dir.log_file(rank)), str(self._run_dir.error_file(rank))
+            logs[local_rank], errors[local_rank] = (
+                str(self._run_dir.log_file(rank)),
+                str(self._run_dir.error_file(rank)),
+            )
             env["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
             env[AGENT_PID_VARIABLE] = str(os.getpid())
         # stderr is joined to stdout by the rank itself: two files opened for one path would overwrite each other
@@ -143,14 +168,24 @@ class _RunDirLogs(LogsSpecs):
 def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]) -> dict[str, Any]:
     "The failure to tell the user of: `rank`, `pid`, `exitcode`, and `type`, `text`, `clear`, `traceback` of its exception if it had one."
     errors = {rank: error for rank in exit_codes if (error := read_error(run_dir.error_file(rank)))}
-    after = (-signal.SIGTERM, -signal.SIGABRT) if errors else (-signal.SIGTERM,)  # what the agent sends, and how NCCL gives up on a peer
+    after = (
+        (-signal.SIGTERM, -signal.SIGABRT) if errors else (-signal.SIGTERM,)
+    )  # what the agent sends, and how NCCL gives up on a peer
     killed = [rank for rank, code in exit_codes.items() if code < 0 and code not in after and rank not in errors]
-    left = [rank for rank, code in exit_codes.items() if code not in (0, -signal.SIGTERM)] or list(exit_codes)  # SIGTERM is what the others get then
+    left = [rank for rank, code in exit_codes.items() if code not in (0, -signal.SIGTERM)] or list(
+        exit_codes
+    )  # SIGTERM is what the others get then
     rank = killed[0] if killed else min(errors, key=lambda r: errors[r]["time"]) if errors else min(left)
     failure = {"rank": rank, "pid": pids.get(rank), "exitcode": exit_codes[rank]}
     if rank in errors:
         error = errors[rank]
-        failure.update(type=error["type"], text=error["text"], clear=error["clear"], traceback=error["py_callstack"], time=error["time"])
+        failure.update(
+            type=error["type"],
+            text=error["text"],
+            clear=error["clear"],
+            traceback=error["py_callstack"],
+            time=error["time"],
+        )
     return failure
 
 # %% ../nbs/06a_agent.ipynb #eabe6aa9
@@ -173,7 +208,11 @@ class Watchdog(threading.Thread):
         seen, since, failed_since = None, time.monotonic(), None
         while not self._over.wait(_LOOK_EVERY_S):
             now, beats = time.monotonic(), [read_beat(self._run_dir.beat_file(rank)) for rank in self._ranks]
-            if beats != seen or None in beats or (all(phase in (IDLE, LEFT) for _, _, phase in beats) and not self._stopped()):
+            if (
+                beats != seen
+                or None in beats
+                or (all(phase in (IDLE, LEFT) for _, _, phase in beats) and not self._stopped())
+            ):
                 seen, since = beats, now
             elif now - since >= self._timeout_s:
                 self.failure = self._hang(beats)
@@ -195,7 +234,11 @@ class Watchdog(threading.Thread):
         return [rank for rank, pid in zip(self._ranks, self._pids(), strict=False) if is_stopped(pid)]
 
     def _hang(self, beats: list[tuple[int, int, str]]) -> dict[str, Any]:
-        stopped, fewest, known = self._stopped(), min(count for count, _, _ in beats), dict(zip(self._ranks, beats, strict=True))
+        stopped, fewest, known = (
+            self._stopped(),
+            min(count for count, _, _ in beats),
+            dict(zip(self._ranks, beats, strict=True)),
+        )
         hung = stopped or [rank for rank, (count, _, _) in known.items() if count == fewest]
         where = "; ".join(f"rank {rank} in step {step}, {phase}" for rank, (_, step, phase) in known.items())
         who = f"rank {hung[0]} hangs" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))} wait for each other"
@@ -209,7 +252,9 @@ class Watchdog(threading.Thread):
                 os.kill(pid, signal.SIGKILL)
         logs = ", ".join(str(self._run_dir.log_file(rank)) for rank in hung)
         return {
-            "rank": hung[0], "exitcode": None, "hang": -1 if stopped else fewest,
+            "rank": hung[0],
+            "exitcode": None,
+            "hang": -1 if stopped else fewest,
             "text": f"{who} in step {known[hung[0]][1]}{why}. No rank has come any further for timeout_s={self._timeout_s:g} s ({where}). "
             f"Where they were is in their logs: {logs}",
         }
@@ -251,7 +296,10 @@ def _node(run_dir: RunDir, place: dict[str, Any]) -> int:
     if failure and not failure.get("text"):
         failure["text"] = str(failure_of(node_dir, failure))  # other nodes do not have the logs of this one
     if failure:
-        write_json(node_dir.path / FAILURE_FILE, {**failure, "node_rank": place.node_rank, "node": f"node {place.node_rank} ({socket.gethostname()})"})
+        write_json(
+            node_dir.path / FAILURE_FILE,
+            {**failure, "node_rank": place.node_rank, "node": f"node {place.node_rank} ({socket.gethostname()})"},
+        )
     return 1 if failure else STOPPED_EXIT_CODE if node_dir.status()["state"] == "stopped" else 0
 
 
@@ -280,13 +328,24 @@ def _launch(
     "Start `module` on this machine's ranks and wait for their end. Returns their failure, if it was one."
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     place, node_dir = place or Place(), run_dir.of_node(place.node_rank if place else 0)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # collectives, too, stay on this machine, or on the network that leads to the others
+    for name in (
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+    ):  # collectives, too, stay on this machine, or on the network that leads to the others
         if place.nnodes == 1 or (place.interface and name not in os.environ):
             os.environ[name] = place.interface
     rendezvous_handler_registry.register("multigpu_ft", _Rendezvous)
     config = LaunchConfig(
-        min_nodes=place.nnodes, max_nodes=place.nnodes, nproc_per_node=nproc, run_id=run_dir.name, rdzv_backend="multigpu_ft", rdzv_configs={"place": place},
-        local_addr=place.address, max_restarts=0, monitor_interval=0.1, logs_specs=_RunDirLogs(node_dir),
+        min_nodes=place.nnodes,
+        max_nodes=place.nnodes,
+        nproc_per_node=nproc,
+        run_id=run_dir.name,
+        rdzv_backend="multigpu_ft",
+        rdzv_configs={"place": place},
+        local_addr=place.address,
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=_RunDirLogs(node_dir),
         **({"shutdown_timeout": grace_s} if "shutdown_timeout" in signature(LaunchConfig).parameters else {}),
     )
     watchdog = Watchdog(node_dir, nproc, timeout_s, first=place.node_rank * nproc)
@@ -299,7 +358,11 @@ def _launch(
         return {**failure, "step": (read_beat(node_dir.beat_file(failure["rank"])) or (0, 0, ""))[1]}
     except SignalException as error:
         if node_dir.status()["state"] not in ("done", "stopped"):
-            node_dir.update_status(state="stopped", activity=None, message=f"ended by {signal.Signals(error.sigval).name} before it could save")
+            node_dir.update_status(
+                state="stopped",
+                activity=None,
+                message=f"ended by {signal.Signals(error.sigval).name} before it could save",
+            )
     finally:
         watchdog.end()
     return None

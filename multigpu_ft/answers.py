@@ -57,7 +57,9 @@ class Answers(Sequence[dict[str, Any]]):
 
     def _read(self) -> list[dict[str, Any]]:
         if self._records is None:
-            lines = self.path.read_text(encoding="utf-8").split("\n") if self.state == "done" else []  # splitlines would also cut at what a model may write
+            lines = (
+                self.path.read_text(encoding="utf-8").split("\n") if self.state == "done" else []
+            )  # splitlines would also cut at what a model may write
             self._records = [json.loads(line) for line in lines if line]
         return self._records
 
@@ -70,9 +72,17 @@ class Answers(Sequence[dict[str, Any]]):
             ("ended", f"{made['stopped']:,} by themselves, {made['sequences'] - made['stopped']:,} at the limit"),
         ]
         if made["made"]:
-            lines.append(("speed", f"{made['sequences_per_second']:,.3g} sequences/s, {made['tokens_per_second']:,.0f} tokens/s"))
+            lines.append(
+                ("speed", f"{made['sequences_per_second']:,.3g} sequences/s, {made['tokens_per_second']:,.0f} tokens/s")
+            )
         if made["accepted"] is not None:
-            lines.insert(1, ("kept", f"{made['accepted']:,} ({made['accepted'] / max(1, made['sequences']):.1%}), whose reward is high enough"))
+            lines.insert(
+                1,
+                (
+                    "kept",
+                    f"{made['accepted']:,} ({made['accepted'] / max(1, made['sequences']):.1%}), whose reward is high enough",
+                ),
+            )
         lines += [("written", f"{number:,} to {path}") for path, number in made.get("written", {}).items()]
         lines += [("remark", remark) for remark in status.get("remarks", [])]
         return [*lines, *([("message", status["message"])] if status.get("message") else [])]
@@ -81,11 +91,16 @@ class Answers(Sequence[dict[str, Any]]):
         return "\n".join(f"{name:8}  {text}" for name, text in self._lines())
 
     def _repr_html_(self) -> str:
-        rows = "".join(f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{escape(text)}</td></tr>' for name, text in self._lines())
+        rows = "".join(
+            f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{escape(text)}</td></tr>'
+            for name, text in self._lines()
+        )
         return f"<table>{rows}</table>"
 
 # %% ../nbs/10d_answers.ipynb #549e87f9
-def _find_subject(run: Any, model: str | None, checkpoint: Any, hf_repo: str | None, run_root: str | None) -> Subject | None:
+def _find_subject(
+    run: Any, model: str | None, checkpoint: Any, hf_repo: str | None, run_root: str | None
+) -> Subject | None:
     if hf_repo is not None and (run is not None or checkpoint is not None):
         raise ConfigError("hf_repo names a fine-tuned model, and so does a run or a checkpoint; give one of them.")
     if hf_repo is not None:
@@ -100,7 +115,11 @@ def _find_subject(run: Any, model: str | None, checkpoint: Any, hf_repo: str | N
 
 def _tokenizer_folder(subject: Subject | None) -> str | None:
     "An export has its own, with the chat template that it was trained with."
-    return str(subject.path) if subject and not subject.is_checkpoint and (subject.path / "tokenizer_config.json").exists() else None
+    return (
+        str(subject.path)
+        if subject and not subject.is_checkpoint and (subject.path / "tokenizer_config.json").exists()
+        else None
+    )
 
 # %% ../nbs/10d_answers.ipynb #568eac20
 _ENGINES = ("transformers", "vllm")
@@ -134,17 +153,27 @@ def _refuse_without_vllm(cfg: RunConfig, subject: Subject | None, quantization: 
     except PackageNotFoundError:
         raise ConfigError(f"engine='vllm' needs vLLM: {remedy}") from None
     if Version(found) < Version(_OLDEST_VLLM):
-        raise ConfigError(f"vLLM {found} runs code that comes with a model without being asked; {_OLDEST_VLLM} and newer do not: {remedy}")
+        raise ConfigError(
+            f"vLLM {found} runs code that comes with a model without being asked; {_OLDEST_VLLM} and newer do not: {remedy}"
+        )
     trained_beside = subject.quantization if subject and subject.has_adapter else None
     if (quantization or trained_beside or "none") != "none":
         kind = quantization or trained_beside
-        raise ConfigError(f"engine='vllm' with weights in {kind} is not provided for; use engine='transformers', or quantization='none'.")
+        raise ConfigError(
+            f"engine='vllm' with weights in {kind} is not provided for; use engine='transformers', or quantization='none'."
+        )
     if subject and subject.has_adapter and subject.config.lora_r > _LARGEST_VLLM_RANK:
-        raise ConfigError(f"engine='vllm' takes lora_r up to {_LARGEST_VLLM_RANK}, and {subject.name} has {subject.config.lora_r}; use engine='transformers'.")
+        raise ConfigError(
+            f"engine='vllm' takes lora_r up to {_LARGEST_VLLM_RANK}, and {subject.name} has {subject.config.lora_r}; use engine='transformers'."
+        )
     if subject and subject.is_checkpoint:
-        raise ConfigError(f"engine='vllm' reads exports, and {subject.name} is a checkpoint; name its run, or use engine='transformers'.")
+        raise ConfigError(
+            f"engine='vllm' reads exports, and {subject.name} is a checkpoint; name its run, or use engine='transformers'."
+        )
     if cfg.model.startswith("builtin:") and not (subject and not subject.has_adapter):
-        raise ConfigError(f"engine='vllm' needs a model on disk or on the Hub, and {cfg.model} is neither; use engine='transformers'.")
+        raise ConfigError(
+            f"engine='vllm' needs a model on disk or on the Hub, and {cfg.model} is neither; use engine='transformers'."
+        )
 
 
 def _template(text: str | None) -> str | None:
@@ -163,7 +192,9 @@ def _output(name: str, path: str | Path, folder: Path | None = None) -> Path:
         raise ConfigError(f"{name}={str(path)!r}: the file has a record a line, so its name must end in .jsonl.")
     ours = _earlier_val_output(folder) == str(path) if folder else path.with_name(path.name + ".run").exists()
     if path.exists() and not ours:
-        raise ConfigError(f"{name}={str(path)!r} is there already, and was not made by {'this generation' if folder else 'generate'}; name another file.")
+        raise ConfigError(
+            f"{name}={str(path)!r} is there already, and was not made by {'this generation' if folder else 'generate'}; name another file."
+        )
     return path
 
 
@@ -182,7 +213,9 @@ def _reward_name(reward: Any) -> tuple[str | None, bytes | None]:
             load_reward(reward)
         return reward, None
     if not callable(reward):
-        raise ConfigError(f"reward is a {type(reward).__name__}; a function reward(record, row) or its name 'module:function' is expected.")
+        raise ConfigError(
+            f"reward is a {type(reward).__name__}; a function reward(record, row) or its name 'module:function' is expected."
+        )
     packed = pack(reward, ())
     return f"{getattr(reward, '__name__', 'function')} {hashlib.sha256(packed).hexdigest()[:16]}", packed
 
@@ -194,7 +227,11 @@ def _open(folder: Path, cfg: RunConfig, assignment: Assignment, reward: bytes | 
         raise ConfigError(f"{assignment.output} is being generated right now; Run.attach({str(folder)!r}) shows it.")
     for name in ("logs", "errors", "beats", "samples", "report", "checkpoints"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("errors/*"), *folder.glob("beats/*"), *(folder / name for name in ("stop", "metrics.jsonl", "status.json", "reward.pkl"))):
+    for old in (
+        *folder.glob("errors/*"),
+        *folder.glob("beats/*"),
+        *(folder / name for name in ("stop", "metrics.jsonl", "status.json", "reward.pkl")),
+    ):
         old.unlink(missing_ok=True)
     write_json(folder / "config.json", {**cfg.model_dump(), "run_root": str(folder.parent), "run_name": None})
     assignment.write(run_dir)
@@ -206,14 +243,40 @@ def _open(folder: Path, cfg: RunConfig, assignment: Assignment, reward: bytes | 
 
 # %% ../nbs/10d_answers.ipynb #0829a610
 def generate(
-    run: Run | RunDir | Path | str | None = None, *, dataset: str, output: str | Path, model: str | None = None, checkpoint: str | Path | None = None,
-    hf_repo: str | None = None, dataset_split: str | None = None, messages_field: str = "messages", question_field: str = "question", start_idx: int = 0,
-    num_questions: int | None = None, num_sequences_per_question: int = 1, batch_size: int = 32, max_new_tokens: int = 256,
-    temperature: float | None = None, top_p: float | None = None, top_k: int | None = None, seed: int = 0, stop: str | Sequence[str] = (),
-    system_prompt: str | None = None, chat_template: str | None = None, enable_thinking: bool | None = None,
-    reward: str | Callable[[dict[str, Any], dict[str, Any]], Any] | None = None, reward_above: float = 0.0,
-    val_output: str | Path | None = None, val_fraction: float = 0.1, quantization: str | None = None, dtype: str | None = None, engine: str = "transformers",
-    nproc: int | None = None, max_hours: float | None = None, run_root: str | None = None, panel: bool | None = None,
+    run: Run | RunDir | Path | str | None = None,
+    *,
+    dataset: str,
+    output: str | Path,
+    model: str | None = None,
+    checkpoint: str | Path | None = None,
+    hf_repo: str | None = None,
+    dataset_split: str | None = None,
+    messages_field: str = "messages",
+    question_field: str = "question",
+    start_idx: int = 0,
+    num_questions: int | None = None,
+    num_sequences_per_question: int = 1,
+    batch_size: int = 32,
+    max_new_tokens: int = 256,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    system_prompt: str | None = None,
+    chat_template: str | None = None,
+    enable_thinking: bool | None = None,
+    reward: str | Callable[[dict[str, Any], dict[str, Any]], Any] | None = None,
+    reward_above: float = 0.0,
+    val_output: str | Path | None = None,
+    val_fraction: float = 0.1,
+    quantization: str | None = None,
+    dtype: str | None = None,
+    engine: str = "transformers",
+    nproc: int | None = None,
+    max_hours: float | None = None,
+    run_root: str | None = None,
+    panel: bool | None = None,
 ) -> Answers:
     """Sample answers to questions on all GPUs, and write them as conversations that a model can be trained on.
 
@@ -262,15 +325,23 @@ def generate(
     folder = output.with_name(output.name + ".run")
     val_path = _output("val_output", val_output, folder) if val_output is not None else None
     if val_path == output:
-        raise ConfigError(f"val_output={str(val_path)!r} is output, too; answers to the questions for validation need a file of their own.")
+        raise ConfigError(
+            f"val_output={str(val_path)!r} is output, too; answers to the questions for validation need a file of their own."
+        )
     subject = _find_subject(run, model, checkpoint, hf_repo, run_root)
     if subject and subject.config.task == "classification":
         raise ConfigError(f"{subject.name} classifies texts; it writes none.")
     given = {"dtype": dtype, "nproc": nproc, "max_hours": max_hours}
     cfg = of_the_model(
-        subject.config if subject else RunConfig(model=model), task="chat",
-        dataset=_here(dataset), dataset_split=dataset_split or "train", dataset_revision=None, messages_field=messages_field,
-        start_idx=count("start_idx", start_idx, 0), batch_size=count("batch_size", batch_size, 1), max_length=8,  # of texts to train on, and there are none
+        subject.config if subject else RunConfig(model=model),
+        task="chat",
+        dataset=_here(dataset),
+        dataset_split=dataset_split or "train",
+        dataset_revision=None,
+        messages_field=messages_field,
+        start_idx=count("start_idx", start_idx, 0),
+        batch_size=count("batch_size", batch_size, 1),
+        max_length=8,  # of texts to train on, and there are none
         **{name: value for name, value in given.items() if value is not None},
     )
     cfg = cfg.replace(**_span(cfg, None if num_questions is None else count("num_questions", num_questions, 1)))
@@ -280,13 +351,26 @@ def generate(
     name, packed = _reward_name(reward)
     words = [word for word in (stop.split(",") if isinstance(stop, str) else stop) if word]
     assignment = Assignment(
-        output=str(output), subject=str(subject.path) if subject else None, quantization=_one_of("quantization", quantization, _QUANTIZATIONS),
-        tokenizer=_tokenizer_folder(subject), question_field=question_field, system_prompt=system_prompt, chat_template=_template(chat_template),
-        enable_thinking=enable_thinking, num_sequences_per_question=count("num_sequences_per_question", num_sequences_per_question, 1),
-        max_new_tokens=count("max_new_tokens", max_new_tokens, 1), temperature=None if temperature is None else _between("temperature", temperature, 0, 100),
-        top_p=None if top_p is None else _between("top_p", top_p, 1e-6, 1), top_k=None if top_k is None else count("top_k", top_k, 0),
-        seed=count("seed", seed, 0), stop=tuple(words), reward=name, reward_above=_between("reward_above", reward_above, -math.inf, math.inf),
-        val_output=str(val_path) if val_path else None, val_fraction=_between("val_fraction", val_fraction, 0, 1), engine=_one_of("engine", engine, _ENGINES),
+        output=str(output),
+        subject=str(subject.path) if subject else None,
+        quantization=_one_of("quantization", quantization, _QUANTIZATIONS),
+        tokenizer=_tokenizer_folder(subject),
+        question_field=question_field,
+        system_prompt=system_prompt,
+        chat_template=_template(chat_template),
+        enable_thinking=enable_thinking,
+        num_sequences_per_question=count("num_sequences_per_question", num_sequences_per_question, 1),
+        max_new_tokens=count("max_new_tokens", max_new_tokens, 1),
+        temperature=None if temperature is None else _between("temperature", temperature, 0, 100),
+        top_p=None if top_p is None else _between("top_p", top_p, 1e-6, 1),
+        top_k=None if top_k is None else count("top_k", top_k, 0),
+        seed=count("seed", seed, 0),
+        stop=tuple(words),
+        reward=name,
+        reward_above=_between("reward_above", reward_above, -math.inf, math.inf),
+        val_output=str(val_path) if val_path else None,
+        val_fraction=_between("val_fraction", val_fraction, 0, 1),
+        engine=_one_of("engine", engine, _ENGINES),
     )
     run_dir = _open(folder, cfg, assignment, packed)
     say(f"generate: {subject.name if subject else cfg.model} is asked {_asked(cfg, assignment)}")
@@ -320,5 +404,9 @@ def _look_at_questions(cfg: RunConfig, question_field: str) -> None:
 
 def _asked(cfg: RunConfig, assignment: Assignment) -> str:
     end = f"-{cfg.end_idx}" if cfg.end_idx is not None else " on"
-    times = f", {assignment.num_sequences_per_question} answers each" if assignment.num_sequences_per_question > 1 else ""
-    return f"rows {cfg.start_idx}{end} of {Path(cfg.dataset).name if Path(cfg.dataset).is_file() else cfg.dataset}{times}"
+    times = (
+        f", {assignment.num_sequences_per_question} answers each" if assignment.num_sequences_per_question > 1 else ""
+    )
+    return (
+        f"rows {cfg.start_idx}{end} of {Path(cfg.dataset).name if Path(cfg.dataset).is_file() else cfg.dataset}{times}"
+    )

@@ -23,7 +23,9 @@ def smaller_micro_batch(cfg: RunConfig) -> RunConfig | None:
 
 def _out_of_memory(failure: dict[str, Any]) -> bool:
     said = failure.get("text", "").partition("The end of its log")[0]
-    return failure.get("type") == "OutOfMemoryError" or any(words in said for words in ("out of memory", "can't allocate memory"))
+    return failure.get("type") == "OutOfMemoryError" or any(
+        words in said for words in ("out of memory", "can't allocate memory")
+    )
 
 
 def _advice(cfg: RunConfig, failure: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +34,12 @@ def _advice(cfg: RunConfig, failure: dict[str, Any]) -> dict[str, Any]:
         f"Use activation_checkpointing='full', a max_length below {cfg.max_length}, strategy='fsdp' if it is not, more GPUs, or a smaller model. "
         f"What was trained is in the checkpoints.\n\n{failure.get('traceback', '')}"
     )
-    return {"rank": failure["rank"], "exitcode": failure["exitcode"], "text": text, "traceback": failure.get("traceback")}
+    return {
+        "rank": failure["rank"],
+        "exitcode": failure["exitcode"],
+        "text": text,
+        "traceback": failure.get("traceback"),
+    }
 
 # %% ../nbs/05f_attempts.ipynb #6076a79c
 def clear_attempt(run_dir: RunDir) -> None:
@@ -53,7 +60,9 @@ def begin_anew(run_dir: RunDir) -> None:
         (run_dir.path / "stop").unlink(missing_ok=True)
         for path in run_dir.path.glob("errors/*.json"):
             path.unlink()
-        run_dir.update_status(state="starting", launched=time.time(), message=None, failure=None, activity=None, interrupted=None)
+        run_dir.update_status(
+            state="starting", launched=time.time(), message=None, failure=None, activity=None, interrupted=None
+        )
 
 
 class Attempts:
@@ -77,14 +86,18 @@ class Attempts:
             failure = _advice(cfg, failure)
         elif self._restarts < cfg.max_restarts and not failure.get("clear") and not self._run_dir.stop_requested():
             self._restarts += 1
-            self._begin_again(f"restart {self._restarts} of {cfg.max_restarts}, after: {str(failure_of(self._run_dir, failure)).splitlines()[0]}")
+            self._begin_again(
+                f"restart {self._restarts} of {cfg.max_restarts}, after: {str(failure_of(self._run_dir, failure)).splitlines()[0]}"
+            )
             return True
         self._run_dir.update_status(state="failed", activity=None, failure=failure)
         return False
 
     def _begin_again(self, remark: str) -> None:
         remarks = self._run_dir.status().get("remarks", [])
-        self._run_dir.update_status(state="starting", activity=None, remarks=[*remarks, f"{remark}; started again from the newest checkpoint"])
+        self._run_dir.update_status(
+            state="starting", activity=None, remarks=[*remarks, f"{remark}; started again from the newest checkpoint"]
+        )
         clear_attempt(self._run_dir)
 
 # %% ../nbs/05f_attempts.ipynb #dcf461af

@@ -48,7 +48,9 @@ def _packed_rows(lengths: np.ndarray, order: np.ndarray, capacity: int, rng: np.
 _STEPS_A_WINDOW = 32
 
 
-def _bucketed_steps(lengths: np.ndarray, order: np.ndarray, rows_a_step: int, max_length: int, rng: np.random.Generator) -> list[np.ndarray]:
+def _bucketed_steps(
+    lengths: np.ndarray, order: np.ndarray, rows_a_step: int, max_length: int, rng: np.random.Generator
+) -> list[np.ndarray]:
     texts_a_step = rows_a_step * max(1, max_length / lengths.mean())
     windows = max(1, round(len(order) / max(_WINDOW, _STEPS_A_WINDOW * texts_a_step)))
     steps = []
@@ -178,6 +180,18 @@ def epoch_steps(
         shares = deal(sizes, cfg.batch_size * per_row, world_size)
         nothing = [[texts.nothing]]
         mine = [[[texts[i] for i in rows[r]] for r in share] or nothing for share in shares[rank::world_size]]
-        num_texts, tokens, targets = sum(len(row) for row in rows), int(sizes.sum()), int(sum(texts.targets[row].sum() for row in rows))
+        num_texts, tokens, targets = (
+            sum(len(row) for row in rows),
+            int(sizes.sum()),
+            int(sum(texts.targets[row].sum() for row in rows)),
+        )
         cells = sum(len(share) * int(sizes[share].max()) for share in shares if len(share))
-        yield Step([collate(m, texts.pad_id, order.packing) for m in mine], num_texts, tokens, targets, cells, after, len(plan.rows))
+        yield Step(
+            [collate(m, texts.pad_id, order.packing) for m in mine],
+            num_texts,
+            tokens,
+            targets,
+            cells,
+            after,
+            len(plan.rows),
+        )

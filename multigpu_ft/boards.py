@@ -81,7 +81,9 @@ def _last_step(folder: Path) -> int:
 class TensorBoard:
     "Writes the curve of a line to `folder`, from where it stands after `step` steps. `settings` is shown as a table."
 
-    def __init__(self, folder: Path, step: int, settings: dict[str, Any], earlier: Callable[[], list[dict[str, Any]]]) -> None:
+    def __init__(
+        self, folder: Path, step: int, settings: dict[str, Any], earlier: Callable[[], list[dict[str, Any]]]
+    ) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -95,26 +97,45 @@ class TensorBoard:
         self._unwritten = b""
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if there:
-            self._write(Event(wall_time=time.time(), step=min(step, has) + 1, session_log=SessionLog(status=SessionLog.START)))
+            self._write(
+                Event(wall_time=time.time(), step=min(step, has) + 1, session_log=SessionLog(status=SessionLog.START))
+            )
         for record in earlier() if has < step else ():
             if record["step"] > has:
                 self.log(record)
-        table = "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in settings.items())])
+        table = "\n".join(
+            ["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in settings.items())]
+        )
         text = Summary.Value(
-            tag="settings", metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+            tag="settings",
+            metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
             tensor=TensorProto(dtype="DT_STRING", string_val=[table.encode()]),
         )
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=[text])))
 
     def log(self, record: dict[str, Any]) -> None:
-        values = [self._summary.Value(tag=_tag(name), simple_value=value) for name, value in scalars(record).items() if name not in ("step", "time")]
-        self._write(self._event(wall_time=record.get("time", time.time()), step=record["step"], summary=self._summary(value=values)))
+        values = [
+            self._summary.Value(tag=_tag(name), simple_value=value)
+            for name, value in scalars(record).items()
+            if name not in ("step", "time")
+        ]
+        self._write(
+            self._event(
+                wall_time=record.get("time", time.time()), step=record["step"], summary=self._summary(value=values)
+            )
+        )
 
     def log_histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
         values = []
         for name, h in histograms.items():
             proto = self._histogram(
-                min=h.edges[0], max=h.edges[-1], num=h.counts.sum(), sum=h.sum, sum_squares=h.squares, bucket_limit=h.edges[1:], bucket=h.counts,
+                min=h.edges[0],
+                max=h.edges[-1],
+                num=h.counts.sum(),
+                sum=h.sum,
+                sum_squares=h.squares,
+                bucket_limit=h.edges[1:],
+                bucket=h.counts,
             )
             values.append(self._summary.Value(tag=name, histo=proto))
         self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
@@ -123,7 +144,9 @@ class TensorBoard:
         "Append `event` to the file. On a full disk it waits for the next one."
         record = io.BytesIO()
         self._record_writer(record).write(event.SerializeToString())
-        if len(self._unwritten) < _FORGET_AFTER:  # whole events only: behind a part of one, readers would find nothing more
+        if (
+            len(self._unwritten) < _FORGET_AFTER
+        ):  # whole events only: behind a part of one, readers would find nothing more
             self._unwritten += record.getvalue()
         size = 0
         try:

@@ -54,7 +54,11 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def _sources() -> dict[str, str]:
     "The cells run so far, by the file name that their code objects have."
-    return {name: "".join(entry[2]) for name, entry in linecache.cache.items() if len(entry) > 2 and ("ipykernel" in name or name.startswith("<"))}
+    return {
+        name: "".join(entry[2])
+        for name, entry in linecache.cache.items()
+        if len(entry) > 2 and ("ipykernel" in name or name.startswith("<"))
+    }
 
 
 def _prepare(path: Path, function: Callable[..., Any], args: tuple[Any, ...], nproc: int) -> RunDir:
@@ -74,8 +78,12 @@ def start_agent(run_dir: RunDir, module: str = "multigpu_ft.agent", *words: str)
         places = os.pathsep.join(filter(None, [own, places]))
     with open(run_dir.log_file("agent"), "w") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", module, *words, str(run_dir.main.path)], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, "PYTHONPATH": places},
+            [sys.executable, "-m", module, *words, str(run_dir.main.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": places},
         )
 
 # %% ../nbs/09d_calls.ipynb #5d383a47
@@ -129,7 +137,12 @@ def _last_state(line: bytes) -> str:
 _INTERRUPT_GRACE_S, _LOOK_EVERY_S = 3.0, 0.1
 
 
-def call(function: Callable[..., Any], args: tuple[Any, ...] = (), nproc: int | None = None, show: Callable[[str], None] | None = None) -> Any:
+def call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    nproc: int | None = None,
+    show: Callable[[str], None] | None = None,
+) -> Any:
     """Run `function(*args)` on `nproc` ranks (None: one per GPU, or 2 without one), show what they print, and return what it returns on rank 0.
 
     `show` gets what they print, as it comes, a rank's number before each line; None prints it.
@@ -215,10 +228,14 @@ def _rank_main(folder: Path) -> None:
     sys.path[:] = [*settings["path"], *(p for p in sys.path if p not in settings["path"])]
     for name, source in settings["sources"].items():
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    sys.modules["__main__"] = types.ModuleType("__main__")  # what the function looks up there is the notebook's, not this module's
+    sys.modules["__main__"] = types.ModuleType(
+        "__main__"
+    )  # what the function looks up there is the notebook's, not this module's
     try:
         function, args = cloudpickle.loads((folder / _CALL).read_bytes())
-        vars(sys.modules["__main__"]).update(getattr(function, "__globals__", {}))  # classes of the notebook are looked up there when they are pickled
+        vars(sys.modules["__main__"]).update(
+            getattr(function, "__globals__", {})
+        )  # classes of the notebook are looked up there when they are pickled
         try:
             result = function(*args)
         except SystemExit as leaving:  # a script's own way to end
@@ -230,7 +247,9 @@ def _rank_main(folder: Path) -> None:
                 packed = _pack_for_the_kernel(result)
             except Exception as error:
                 what, why = type(result).__name__, f"{type(error).__name__}: {error}"
-                raise ConfigError(f"rank 0 returned a {what}, which cannot be handed back ({why}); return numbers, texts or tensors.") from None
+                raise ConfigError(
+                    f"rank 0 returned a {what}, which cannot be handed back ({why}); return numbers, texts or tensors."
+                ) from None
             (folder / _RESULT).write_bytes(packed)
     except BaseException as error:
         write_error(RunDir(folder).error_file(rank), error.with_traceback(_from_the_users_code(error.__traceback__)))
@@ -263,10 +282,16 @@ def _pack_for_the_kernel(result: Any) -> bytes:
 
     class HostPickler(cloudpickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            if not getattr(value, "is_cuda", False) or "torch" not in sys.modules or not isinstance(value, sys.modules["torch"].Tensor):
+            if (
+                not getattr(value, "is_cuda", False)
+                or "torch" not in sys.modules
+                or not isinstance(value, sys.modules["torch"].Tensor)
+            ):
                 return super().reducer_override(value)
             moved = value.detach().cpu()
-            return (type(value)(moved, value.requires_grad) if type(value).__name__ == "Parameter" else moved).__reduce_ex__(self.proto)
+            return (
+                type(value)(moved, value.requires_grad) if type(value).__name__ == "Parameter" else moved
+            ).__reduce_ex__(self.proto)
 
     packed = io.BytesIO()
     HostPickler(packed).dump(result)

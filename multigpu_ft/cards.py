@@ -34,24 +34,54 @@ def _public(name: str, identity: str) -> str:
 
 def _metadata(cfg: RunConfig, stored: dict[str, Any]) -> str:
     classifies, whole = cfg.task == "classification", cfg.tuning == "full" or cfg.merge_adapter
-    lines = [f"library_name: {'transformers' if whole else 'peft'}", f"pipeline_tag: {'text-classification' if classifies else 'text-generation'}"]
+    lines = [
+        f"library_name: {'transformers' if whole else 'peft'}",
+        f"pipeline_tag: {'text-classification' if classifies else 'text-generation'}",
+    ]
     if _hub_id(cfg.model, stored.get("model", "")):
         lines.append(f"base_model: {cfg.model}")
     if _hub_id(cfg.dataset, stored.get("dataset", "")):
         lines.append(f"datasets:\n- {cfg.dataset}")
-    tags = ["multigpu_ft", *(["lora"] if cfg.tuning != "full" else []), *(["conversational"] if cfg.task == "chat" else [])]
+    tags = [
+        "multigpu_ft",
+        *(["lora"] if cfg.tuning != "full" else []),
+        *(["conversational"] if cfg.task == "chat" else []),
+    ]
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
 
 # %% ../nbs/04d_cards.ipynb #116ac060
-_ALWAYS = ("num_epochs", "batch_size", "accum_steps", "learning_rate", "lr_scheduler", "optimizer", "max_length", "seed")
+_ALWAYS = (
+    "num_epochs",
+    "batch_size",
+    "accum_steps",
+    "learning_rate",
+    "lr_scheduler",
+    "optimizer",
+    "max_length",
+    "seed",
+)
 _NOT_TOLD = {
-    "run_root", "run_name", "resume_file", "hf_repo", "hf_private", "tracker", "start_idx", "end_idx", "model", "dataset", "nproc", "timeout_s", "keep",
+    "run_root",
+    "run_name",
+    "resume_file",
+    "hf_repo",
+    "hf_private",
+    "tracker",
+    "start_idx",
+    "end_idx",
+    "model",
+    "dataset",
+    "nproc",
+    "timeout_s",
+    "keep",
 }
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(word).replace("|", "\\|").replace("\n", " ") for word in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(str(word).replace("|", "\\|").replace("\n", " ") for word in line) + " |" for line in lines
+    )
 
 
 def _settings(cfg: RunConfig) -> list[list[Any]]:
@@ -64,18 +94,29 @@ def _metrics(cfg: RunConfig, status: dict[str, Any]) -> list[list[Any]]:
     unit = "text" if cfg.task == "classification" else "token"
     rows = []
     if status.get("loss_before") is not None and status.get("loss_after") is not None:
-        rows.append([f"training loss (nats per {unit}, texts of the first step)", f"{status['loss_before']:.4f}", f"{status['loss_after']:.4f}"])
+        rows.append(
+            [
+                f"training loss (nats per {unit}, texts of the first step)",
+                f"{status['loss_before']:.4f}",
+                f"{status['loss_after']:.4f}",
+            ]
+        )
     before, after = status.get("eval_before") or {}, status.get("eval_after") or {}
     for name in ("loss", "accuracy", "f1"):
         if after.get(name) is not None:
             was = f"{before[name]:.4f}" if before.get(name) is not None else "-"
-            rows.append([f"evaluation {name}" + (f" (nats per {unit})" if name == "loss" else ""), was, f"{after[name]:.4f}"])
+            rows.append(
+                [f"evaluation {name}" + (f" (nats per {unit})" if name == "loss" else ""), was, f"{after[name]:.4f}"]
+            )
     return rows
 
 
 def _ledger(trained: list[dict[str, Any]]) -> str:
     more = [f"{s['position'] / s['num_rows']:.0%}" if 0 < s["position"] < s["num_rows"] else "-" for s in trained]
-    rows = [[f"{s['start_idx']:,}-{s['end_idx']:,}", s["epochs"], f"{s['steps']:,}", part] for s, part in zip(trained, more, strict=True)]
+    rows = [
+        [f"{s['start_idx']:,}-{s['end_idx']:,}", s["epochs"], f"{s['steps']:,}", part]
+        for s, part in zip(trained, more, strict=True)
+    ]
     return _table(["rows", "whole epochs", "optimizer steps", "of one more epoch"], rows)
 
 
@@ -105,11 +146,17 @@ def model_card(run_dir: str | Path | RunDir) -> str:
             break
     base, data = (_public(getattr(cfg, name), stored.get(name, "")) for name in ("model", "dataset"))
     repo, on_hub = cfg.hf_repo or "USER/REPO", _hub_id(cfg.model, stored.get("model", ""))
-    how = {"full": "all weights"}.get(cfg.tuning, f"an adapter ({cfg.tuning}, rank {cfg.lora_r}){', merged into the weights' if cfg.merge_adapter else ''}")
+    how = {"full": "all weights"}.get(
+        cfg.tuning,
+        f"an adapter ({cfg.tuning}, rank {cfg.lora_r}){', merged into the weights' if cfg.merge_adapter else ''}",
+    )
     parts = [
-        _metadata(cfg, stored), MARK, f"# {repo.rpartition('/')[2]}",
+        _metadata(cfg, stored),
+        MARK,
+        f"# {repo.rpartition('/')[2]}",
         f"Fine-tuned from {f'[{base}](https://huggingface.co/{base})' if on_hub else f'`{base}`'} on `{data}` ({cfg.task}; {how} trained) with multigpu_ft.",
-        "## Trained on", _ledger(trained) if trained else "Nothing is saved yet.",
+        "## Trained on",
+        _ledger(trained) if trained else "Nothing is saved yet.",
     ]
     if metrics := _metrics(cfg, status):
         parts += ["## Metrics", _table(["", "before", "after"], metrics)]
@@ -123,11 +170,18 @@ def model_card(run_dir: str | Path | RunDir) -> str:
         parts += ["## Load", _loading(cfg, repo, base, on_hub)]
     again = f'launch(RunConfig(model="{base}", dataset="{data}", resume_file="hub:{repo}", start_idx=...))'
     parts += [
-        "## Go on", "Checkpoints (safetensors and JSON, with optimizer, random numbers and position in the data) are in `checkpoints/`.",
+        "## Go on",
+        "Checkpoints (safetensors and JSON, with optimizer, random numbers and position in the data) are in `checkpoints/`.",
         f"```python\nfrom multigpu_ft import RunConfig, launch\n\n{again}\n```",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _words(verdict: Any) -> str:
-    return verdict if isinstance(verdict, str) else "; ".join(f"{k}: {v}" for k, v in verdict.items()) if isinstance(verdict, dict) else str(verdict)
+    return (
+        verdict
+        if isinstance(verdict, str)
+        else "; ".join(f"{k}: {v}" for k, v in verdict.items())
+        if isinstance(verdict, dict)
+        else str(verdict)
+    )

@@ -26,7 +26,18 @@ from safetensors.torch import save_file
 
 from .config import CheckpointError, RunConfig
 from .disks import Disks
-from .lineage import PROGRESS_FILE, commit, damaged, digest, flush, kept_checkpoints, read_progress, retire, size, verify_checkpoint
+from multigpu_ft.lineage import (
+    PROGRESS_FILE,
+    commit,
+    damaged,
+    digest,
+    flush,
+    kept_checkpoints,
+    read_progress,
+    retire,
+    size,
+    verify_checkpoint,
+)
 from .models import count_weights, elements
 from .progress import Progress
 from .rundir import PARTIAL, RunDir, write_json
@@ -39,8 +50,10 @@ def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
     name, keys, place, has_spare, spare_normal = np.random.get_state()
     state = {
         "torch": torch.get_rng_state(),
-        "python": torch.tensor([kind, *words], dtype=torch.int64), "python_spare": torch.tensor(float("nan") if spare is None else spare, dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), place, has_spare], dtype=torch.int64), "numpy_spare": torch.tensor(spare_normal, dtype=torch.float64),
+        "python": torch.tensor([kind, *words], dtype=torch.int64),
+        "python_spare": torch.tensor(float("nan") if spare is None else spare, dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), place, has_spare], dtype=torch.int64),
+        "numpy_spare": torch.tensor(spare_normal, dtype=torch.float64),
     }
     return state if device.type != "cuda" else {**state, "cuda": torch.cuda.get_rng_state(device)}
 
@@ -98,16 +111,28 @@ class Save:
 class CheckpointWriter:
     "Writes the checkpoints of `run_dir`, one at a time. Every method but `finished` is a collective."
 
-    def __init__(self, run_dir: RunDir, cfg: RunConfig, strategy: Single, stored: dict[str, Any], disks: Disks | None = None) -> None:
-        self._run_dir, self._cfg, self._strategy, self._world, self._fingerprint = run_dir, cfg, strategy, strategy.world, stored
+    def __init__(
+        self, run_dir: RunDir, cfg: RunConfig, strategy: Single, stored: dict[str, Any], disks: Disks | None = None
+    ) -> None:
+        self._run_dir, self._cfg, self._strategy, self._world, self._fingerprint = (
+            run_dir,
+            cfg,
+            strategy,
+            strategy.world,
+            stored,
+        )
         self._disks = disks or Disks(run_dir, strategy.world)
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))  # its threads wait for the slowest disk
+        self._group = dist.new_group(
+            backend="gloo", timeout=timedelta(hours=1)
+        )  # its threads wait for the slowest disk
         self._staged: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._number = 0
         if self._cleans_up:
-            for partial in (run_dir.path / "checkpoints").glob(f"*{PARTIAL}"):  # of this run before it was started again
+            for partial in (run_dir.path / "checkpoints").glob(
+                f"*{PARTIAL}"
+            ):  # of this run before it was started again
                 shutil.rmtree(partial)
         dist.barrier()
 
@@ -124,20 +149,35 @@ class CheckpointWriter:
         parts, numbers = self._strategy.state_parts()
         # after a skipped step all that this rank has is looked at, not only what it writes: parameters may be no numbers on one rank alone
         skipped = int(self._strategy.skipped_in_a_row)
-        spoiled = skipped and not all(_is_finite(part.values) for name, part in parts.items() if name.startswith("model/"))
+        spoiled = skipped and not all(
+            _is_finite(part.values) for name, part in parts.items() if name.startswith("model/")
+        )
         pieces = _share(parts, self._world.rank, self._disks.writers())
-        pieces |= {f"random/{self._world.rank}/{name}": Part(t, 0, list(t.shape)) for name, t in _random_state(self._world.device).items()}
+        pieces |= {
+            f"random/{self._world.rank}/{name}": Part(t, 0, list(t.shape))
+            for name, t in _random_state(self._world.device).items()
+        }
         told = {
-            **asdict(progress), "loss_scale": self._strategy.loss_scale.state_dict(), "world_size": self._world.size, "numbers": numbers,
+            **asdict(progress),
+            "loss_scale": self._strategy.loss_scale.state_dict(),
+            "world_size": self._world.size,
+            "numbers": numbers,
             "trained": progress.trained(),
         }
         self._save, self._number = Save(progress.name(self._cfg.model, end_of_epoch), progress.step), self._number + 1
         partial = self._run_dir.path / "checkpoints" / f"{self._save.name}.{self._number}{PARTIAL}"
         needed = sum(p.values.numel() * p.values.element_size() for p in pieces.values())
-        ahead = self._world.max(float(needed > psutil.virtual_memory().available / 2 / self._world.local_size and not self._staged)) == 0
+        ahead = (
+            self._world.max(
+                float(needed > psutil.virtual_memory().available / 2 / self._world.local_size and not self._staged)
+            )
+            == 0
+        )
         if ahead:
             pieces = self._stage(pieces)
-        self._thread = threading.Thread(target=self._write, args=(self._save, partial, pieces, told, begun, spoiled), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(self._save, partial, pieces, told, begun, spoiled), name="checkpoint", daemon=True
+        )
         self._thread.start()
         if not ahead:
             self._thread.join()
@@ -168,7 +208,9 @@ class CheckpointWriter:
             self._thread.join()
         return self.finished()
 
-    def _write(self, save: Save, partial: Path, pieces: dict[str, Part], told: dict[str, Any], begun: float, spoiled: bool) -> None:
+    def _write(
+        self, save: Save, partial: Path, pieces: dict[str, Part], told: dict[str, Any], begun: float, spoiled: bool
+    ) -> None:
         "In a thread: this rank's file, then the commit. Every rank comes to the same end."
         try:
             sizes = self._everybodys(sum(p.values.numel() * p.values.element_size() for p in pieces.values()))
@@ -179,7 +221,9 @@ class CheckpointWriter:
             if not self._disks.shared and not any(isinstance(w, Exception) for w in written):
                 written = self._everybodys(self._or_error(self._gather, save, partial, written))
             if not any(isinstance(w, Exception) for w in written):
-                written = self._everybodys(self._or_error(self._commit, save, partial, told, dict(written)) if self._world.is_main else None)
+                written = self._everybodys(
+                    self._or_error(self._commit, save, partial, told, dict(written)) if self._world.is_main else None
+                )
             save.error = next((w for w in written if isinstance(w, Exception)), None)
             if not save.error:
                 save.path, save.deleted = written[0]
@@ -209,7 +253,9 @@ class CheckpointWriter:
                 "older checkpoints are intact."
             )
 
-    def _write_share(self, save: Save, partial: Path, pieces: dict[str, Part], spoiled: bool) -> tuple[str, dict[str, Any]]:
+    def _write_share(
+        self, save: Save, partial: Path, pieces: dict[str, Part], spoiled: bool
+    ) -> tuple[str, dict[str, Any]]:
         if spoiled or not all(_is_finite(part.values) for name, part in pieces.items() if name.startswith("model/")):
             raise FloatingPointError(
                 f"parameters are no longer finite at step {save.step}, so no checkpoint was made of them; "
@@ -219,15 +265,26 @@ class CheckpointWriter:
         path = partial / f"rank{self._world.rank}.safetensors"
         # whole rows are written as rows, and told by their number; anything else as a line of elements
         as_rows = {name: part.values.ndim == len(part.shape) for name, part in pieces.items()}
-        places = {name: [part.first // max(1, _row(part.shape)) if as_rows[name] else part.first, part.shape] for name, part in pieces.items()}
-        save_file({name: part.values.contiguous() for name, part in pieces.items()}, path, metadata={"pieces": json.dumps(places)})
+        places = {
+            name: [part.first // max(1, _row(part.shape)) if as_rows[name] else part.first, part.shape]
+            for name, part in pieces.items()
+        }
+        save_file(
+            {name: part.values.contiguous() for name, part in pieces.items()},
+            path,
+            metadata={"pieces": json.dumps(places)},
+        )
         path.chmod(0o644)
         flush(path)
         return path.name, digest(path)
 
-    def _gather(self, save: Save, partial: Path, written: list[tuple[str, dict[str, Any]]]) -> tuple[str, dict[str, Any]]:
+    def _gather(
+        self, save: Save, partial: Path, written: list[tuple[str, dict[str, Any]]]
+    ) -> tuple[str, dict[str, Any]]:
         "Bring what other nodes wrote to rank 0's disk, each file by a rank there. Returns this rank's own entry, if that is what arrived."
-        self._disks.gather(partial, {rank: (name, about["bytes"]) for rank, (name, about) in enumerate(written)}, self._group)
+        self._disks.gather(
+            partial, {rank: (name, about["bytes"]) for rank, (name, about) in enumerate(written)}, self._group
+        )
         for name, about in written[self._world.rank :: self._world.local_size] if self._disks.keeps else []:
             flush(partial / name)
             if digest(partial / name) != about:
@@ -241,7 +298,9 @@ class CheckpointWriter:
             save.deleted += retire(self._run_dir, self._cfg.keep, budget, coming=save.bytes)
             held = sum(map(size, kept_checkpoints(self._run_dir)))
             if held + save.bytes > budget:
-                raise OSError(0, f"disk_budget_gb={self._cfg.disk_budget_gb:g} holds {held:,} bytes of checkpoints already")
+                raise OSError(
+                    0, f"disk_budget_gb={self._cfg.disk_budget_gb:g} holds {held:,} bytes of checkpoints already"
+                )
         if shutil.disk_usage(self._run_dir.path).free < save.bytes:
             save.deleted += retire(self._run_dir, keep=1)
         if shutil.disk_usage(self._run_dir.path).free < save.bytes:
@@ -249,7 +308,9 @@ class CheckpointWriter:
         if shutil.disk_usage(self._run_dir.path).free < save.bytes:
             raise OSError(0, "the disk is too full")
 
-    def _commit(self, save: Save, partial: Path, told: dict[str, Any], files: dict[str, dict[str, Any]]) -> tuple[Path, list[str]]:
+    def _commit(
+        self, save: Save, partial: Path, told: dict[str, Any], files: dict[str, dict[str, Any]]
+    ) -> tuple[Path, list[str]]:
         write_json(partial / PROGRESS_FILE, told)
         flush(partial / PROGRESS_FILE)
         path = commit(partial, self._fingerprint, {**files, PROGRESS_FILE: digest(partial / PROGRESS_FILE)})
@@ -268,8 +329,15 @@ def checkpoint_bytes(cfg: RunConfig, strategy: Single) -> int:
 
 def export_bytes(cfg: RunConfig, strategy: Single) -> int:
     "What the export will take: all weights in the compute dtype, or an adapter in fp32, and the merged weights too if they are asked for."
-    adapter = 0 if cfg.tuning == "full" else 4 * sum(elements(p) for p in strategy.model.parameters() if p.requires_grad)
-    return adapter + (cfg.tuning == "full" or cfg.merge_adapter) * sum(count for _, count in count_weights(strategy.model)) * strategy.dtype.itemsize
+    adapter = (
+        0 if cfg.tuning == "full" else 4 * sum(elements(p) for p in strategy.model.parameters() if p.requires_grad)
+    )
+    return (
+        adapter
+        + (cfg.tuning == "full" or cfg.merge_adapter)
+        * sum(count for _, count in count_weights(strategy.model))
+        * strategy.dtype.itemsize
+    )
 
 
 def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | None, keeps: bool = True) -> int:
@@ -280,20 +348,31 @@ def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | N
     """
     each = checkpoint_bytes(cfg, strategy)
     export = export_bytes(cfg, strategy)
-    held = size(origin) if origin and origin.is_relative_to(run_dir.path.parent) and origin.is_dir() else 0  # all older ones may go
+    held = (
+        size(origin) if origin and origin.is_relative_to(run_dir.path.parent) and origin.is_dir() else 0
+    )  # all older ones may go
     free = shutil.disk_usage(run_dir.path).free
     remedy = "delete or move away older runs, or move run_root to a larger disk"
     room, limit = free - export, f"{run_dir.path} has {free / 1e9:.1f} GB free: {remedy}."
     if cfg.disk_budget_gb and cfg.disk_budget_gb * 1e9 - held < room:
-        room, limit = cfg.disk_budget_gb * 1e9 - held, f"disk_budget_gb={cfg.disk_budget_gb:g} already holds {held / 1e9:.1f} GB: raise it."
+        room, limit = (
+            cfg.disk_budget_gb * 1e9 - held,
+            f"disk_budget_gb={cfg.disk_budget_gb:g} already holds {held / 1e9:.1f} GB: raise it.",
+        )
     world = strategy.world
     fits = room // each if keeps else math.inf if free >= each / world.nodes else 0
     told = world.gather(fits, free)
     least = min(range(world.size), key=lambda rank: told[rank][0])
     more, held, node = int(told[least][0]), world.from_main(held), least // world.local_size
     if more < 1:
-        limit = f"node {node} has {told[least][1] / 1e9:.1f} GB free, for its part of one: {remedy}." if node else world.from_main(limit)
-        raise CheckpointError(f"a checkpoint needs {each / 1e9:.1f} GB and the export {export / 1e9:.1f} GB, but {limit}")
+        limit = (
+            f"node {node} has {told[least][1] / 1e9:.1f} GB free, for its part of one: {remedy}."
+            if node
+            else world.from_main(limit)
+        )
+        raise CheckpointError(
+            f"a checkpoint needs {each / 1e9:.1f} GB and the export {export / 1e9:.1f} GB, but {limit}"
+        )
     return more + bool(held)
 
 # %% ../nbs/04_checkpoints.ipynb #21f9884a
@@ -319,7 +398,7 @@ class _Pieces:
         return self._where[name][0][1].get_slice(name)[:0].dtype
 
     def whole(self, name: str) -> torch.Tensor:
-        (_, file), = self._where[name]
+        ((_, file),) = self._where[name]
         return file.get_tensor(name)
 
     def fill(self, target: Part, name: str) -> None:
@@ -336,7 +415,10 @@ class _Pieces:
                 continue
             stored = file.get_slice(name)
             row = _row(shape) if len(stored.get_shape()) == len(shape) else 1
-            begin, end = max(first * row, target.first), min(first * row + math.prod(stored.get_shape()), target.first + flat.numel())
+            begin, end = (
+                max(first * row, target.first),
+                min(first * row + math.prod(stored.get_shape()), target.first + flat.numel()),
+            )
             if begin < end:
                 rows = stored[begin // row - first : -(-end // row) - first].reshape(-1)
                 flat[begin - target.first : end - target.first].copy_(rows[begin % row :][: end - begin])
@@ -356,7 +438,9 @@ def find_damage(checkpoint: Path, world: World, shared: bool = True) -> str | No
     return next((p for p in problems if p), None)
 
 
-def load_checkpoint(checkpoint: Path, strategy: Single, scope: str = "all", verify: bool = True, shared: bool = True) -> Progress:
+def load_checkpoint(
+    checkpoint: Path, strategy: Single, scope: str = "all", verify: bool = True, shared: bool = True
+) -> Progress:
     """Restore into `strategy` what `CheckpointWriter` saved to `checkpoint`; of `scope` "weights" only the model. Returns its progress. A collective.
 
     Random numbers come back only on as many ranks as they were saved on. Without `verify`, `find_damage`, which is told whether it is one `shared` copy,
@@ -368,7 +452,9 @@ def load_checkpoint(checkpoint: Path, strategy: Single, scope: str = "all", veri
         raise CheckpointError(damaged(checkpoint, CheckpointError(problem)))
     saved = read_progress(checkpoint)
     try:
-        loss_scale, world_size, numbers, _ = (saved.pop(name) for name in ("loss_scale", "world_size", "numbers", "trained"))
+        loss_scale, world_size, numbers, _ = (
+            saved.pop(name) for name in ("loss_scale", "world_size", "numbers", "trained")
+        )
         progress = Progress(**saved)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
@@ -384,5 +470,7 @@ def load_checkpoint(checkpoint: Path, strategy: Single, scope: str = "all", veri
         strategy.loss_scale.load_state_dict(loss_scale)
         if world_size == world.size:
             prefix = f"random/{world.rank}/"
-            _set_random_state({name.removeprefix(prefix): pieces.whole(name) for name in pieces.names(prefix)}, world.device)
+            _set_random_state(
+                {name.removeprefix(prefix): pieces.whole(name) for name in pieces.names(prefix)}, world.device
+            )
     return progress

@@ -58,9 +58,19 @@ class Checkup:
         wide = max(len(row.name) for row in self.rows)
         lines = []
         for row in self.rows:
-            for text, first in ((row.found, f"{row.state:5} {row.name:{wide}}  "), (row.remedy, f"{'':{wide + 6}}  -> ")):
+            for text, first in (
+                (row.found, f"{row.state:5} {row.name:{wide}}  "),
+                (row.remedy, f"{'':{wide + 6}}  -> "),
+            ):
                 if text:
-                    lines += textwrap.wrap(text, 140, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False, break_on_hyphens=False)
+                    lines += textwrap.wrap(
+                        text,
+                        140,
+                        initial_indent=first,
+                        subsequent_indent=" " * len(first),
+                        break_long_words=False,
+                        break_on_hyphens=False,
+                    )
         return "\n".join([*lines, self._verdict()])
 
     def _verdict(self) -> str:
@@ -75,7 +85,9 @@ class Checkup:
         for row in self.rows:
             mark = f"background:{_COLORS[row.state]};color:#fff;border-radius:3px;padding:1px 6px;font-weight:bold"
             texts = [f'<span style="{mark}">{row.state}</span>', *map(html.escape, (row.name, row.found, row.remedy))]
-            lines.append("<tr style='background:none'>" + "".join(f'<td style="{cell}">{text}</td>' for text in texts) + "</tr>")
+            lines.append(
+                "<tr style='background:none'>" + "".join(f'<td style="{cell}">{text}</td>' for text in texts) + "</tr>"
+            )
         head = "".join(f'<th style="{cell}">{text}</th>' for text in ("", "what", "found", "what to do"))
         return f"<table style='border:0'><tr style='background:none'>{head}</tr>{''.join(lines)}</table><p><b>{html.escape(self._verdict())}</b></p>"
 
@@ -103,7 +115,12 @@ def _packages_row() -> Row:
     try:
         lines = importlib.metadata.requires(_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
-        return Row("packages", "warn", f"{_PACKAGE} is imported from a folder, not installed, so what it needs is not known", f"pip install {_PACKAGE}")
+        return Row(
+            "packages",
+            "warn",
+            f"{_PACKAGE} is imported from a folder, not installed, so what it needs is not known",
+            f"pip install {_PACKAGE}",
+        )
     versions, wrong, absent = {}, [], []
     for requirement in map(Requirement, lines):
         core = not requirement.marker or requirement.marker.evaluate({"extra": ""})
@@ -112,7 +129,9 @@ def _packages_row() -> Row:
         try:
             versions[requirement.name] = importlib.metadata.version(requirement.name)
             if not requirement.specifier.contains(versions[requirement.name], prereleases=True):
-                wrong.append((requirement, f"{requirement.name} {versions[requirement.name]} is not {requirement.specifier}"))
+                wrong.append(
+                    (requirement, f"{requirement.name} {versions[requirement.name]} is not {requirement.specifier}")
+                )
         except importlib.metadata.PackageNotFoundError:
             if core:
                 wrong.append((requirement, f"{requirement.name} is missing"))
@@ -120,31 +139,55 @@ def _packages_row() -> Row:
                 absent.append(requirement.name)
     if wrong:
         names = " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
-        return Row("packages", "bad", "; ".join(text for _, text in wrong), f"pip install -U {names}, then restart the kernel.")
+        return Row(
+            "packages", "bad", "; ".join(text for _, text in wrong), f"pip install -U {names}, then restart the kernel."
+        )
     shown = ", ".join(f"{name} {versions[name]}" for name in _SHOWN if name in versions)
     if absent:
-        return Row("packages", "ok", f"{shown}; without {', '.join(absent)}", f"For 8-bit and 4-bit weights: pip install '{_PACKAGE}[{_OPTIONAL}]'")
+        return Row(
+            "packages",
+            "ok",
+            f"{shown}; without {', '.join(absent)}",
+            f"For 8-bit and 4-bit weights: pip install '{_PACKAGE}[{_OPTIONAL}]'",
+        )
     return Row("packages", "ok", f"{shown} and {len(versions) - len(_SHOWN)} more")
 
 # %% ../nbs/11a_checkup.ipynb #c9f39db9
 def _gpu_row(gpus: list[Device]) -> Row:
     visible = visible_among(gpus)
     hidden = [g for g in gpus if g not in visible]
-    hides = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides {', '.join(f'GPU {g.index} ({g})' for g in hidden)}" if hidden else ""
+    hides = (
+        f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides {', '.join(f'GPU {g.index} ({g})' for g in hidden)}"
+        if hidden
+        else ""
+    )
     if not gpus:
         where = {
-            "kaggle": "Session options (right side), Accelerator: GPU T4 x2.", "colab": "Runtime, Change runtime type: a GPU.",
-        }.get(machine.platform(), "Small models train on the CPU; for others use a machine with NVIDIA GPUs and their driver.")
+            "kaggle": "Session options (right side), Accelerator: GPU T4 x2.",
+            "colab": "Runtime, Change runtime type: a GPU.",
+        }.get(
+            machine.platform(),
+            "Small models train on the CPU; for others use a machine with NVIDIA GPUs and their driver.",
+        )
         return Row("GPUs", "warn", "none; a run takes 2 processes on the CPU", where)
     if not visible:
         return Row("GPUs", "warn", f"none to be used: {hides}", "Unset CUDA_VISIBLE_DEVICES before the first cell.")
     kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(map(str, visible)).items())
     capabilities = sorted({g.capability for g in visible}, key=float)
     half = "bf16" if has_bf16(tuple(map(int, capabilities[0].split(".")))) else "fp16, since bf16 begins with 8.0"
-    found = "; ".join(filter(None, [kinds, f"driver {visible[0].driver}", f"compute capability {', '.join(capabilities)}: {half}", hides]))
+    found = "; ".join(
+        filter(
+            None, [kinds, f"driver {visible[0].driver}", f"compute capability {', '.join(capabilities)}: {half}", hides]
+        )
+    )
     busy = [f"GPU {g.index}: {g.used / 1e9:.1f} GB" for g in visible if g.used > 1e9]
     if busy:
-        return Row("GPUs", "warn", f"{found}; taken by other processes: {', '.join(busy)}", "nvidia-smi lists them; restart notebooks that hold a model.")
+        return Row(
+            "GPUs",
+            "warn",
+            f"{found}; taken by other processes: {', '.join(busy)}",
+            "nvidia-smi lists them; restart notebooks that hold a model.",
+        )
     return Row("GPUs", "ok", found)
 
 # %% ../nbs/11a_checkup.ipynb #e93341ff
@@ -177,29 +220,56 @@ print(json.dumps(found))
 def _torch_row(gpus: list[Device]) -> Row:
     code = _TRY_TORCH.replace("GPUS", str(len(gpus)))
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TORCH_SECONDS, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=_TORCH_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired:
-        return Row("torch", "warn", f"no answer within {_TORCH_SECONDS} s", "Try once more; if GPUs hang, start a new session.")
+        return Row(
+            "torch", "warn", f"no answer within {_TORCH_SECONDS} s", "Try once more; if GPUs hang, start a new session."
+        )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Row("torch", "bad", f"cannot be imported: {last}", "pip install --force-reinstall torch, then restart the kernel.")
+        return Row(
+            "torch",
+            "bad",
+            f"cannot be imported: {last}",
+            "pip install --force-reinstall torch, then restart the kernel.",
+        )
     return _judge_torch(json.loads(done.stdout.splitlines()[-1]), gpus)
 
 
 def _judge_torch(found: dict[str, Any], gpus: list[Device]) -> Row:
     about = f"{found['version']}, {'CUDA ' + found['cuda'] if found['cuda'] else 'built without CUDA'}{', NCCL ' + found['nccl'] if found['nccl'] else ''}"
     if gpus and not found["cuda"]:
-        return Row("torch", "bad", f"{about}, but there are {len(gpus)} GPUs", "pip uninstall -y torch && pip install torch, then restart the kernel.")
+        return Row(
+            "torch",
+            "bad",
+            f"{about}, but there are {len(gpus)} GPUs",
+            "pip uninstall -y torch && pip install torch, then restart the kernel.",
+        )
     if gpus and not found["devices"]:
         return Row(
-            "torch", "bad", f"{about}, driver {gpus[0].driver}: {' '.join(found['errors'])}",
+            "torch",
+            "bad",
+            f"{about}, driver {gpus[0].driver}: {' '.join(found['errors'])}",
             "If the driver is too old: update it, or install a torch for an older CUDA, such as pip install torch --index-url https://download.pytorch.org/whl/cu126",
         )
     if found["errors"]:
-        remedy = "Use GPUs that this torch is built for, or a torch built for these." + (" On Kaggle: GPU T4 x2." if machine.platform() == "kaggle" else "")
+        remedy = "Use GPUs that this torch is built for, or a torch built for these." + (
+            " On Kaggle: GPU T4 x2." if machine.platform() == "kaggle" else ""
+        )
         return Row("torch", "bad", f"{about}; on a GPU: {' '.join(found['errors'])}", remedy)
     if found["devices"] != len(gpus):
-        return Row("torch", "warn", f"{about}; sees {found['devices']} GPUs, nvidia-smi {len(gpus)}", "Start a new session, or install nvidia-smi.")
+        return Row(
+            "torch",
+            "warn",
+            f"{about}; sees {found['devices']} GPUs, nvidia-smi {len(gpus)}",
+            "Start a new session, or install nvidia-smi.",
+        )
     return Row("torch", "ok", about)
 
 # %% ../nbs/11a_checkup.ipynb #bc1fead8
@@ -245,14 +315,28 @@ def _interconnect_row(gpus: list[Device]) -> Row:
     try:
         speed = launch(_all_reduce, _ALL_REDUCE_SECONDS, nproc=len(gpus) or 2)
     except RunFailed as error:
-        remedy = "Set NCCL_P2P_DISABLE=1 in the environment and try again; if it stays so, start a new session." if gpus else ""
+        remedy = (
+            "Set NCCL_P2P_DISABLE=1 in the environment and try again; if it stays so, start a new session."
+            if gpus
+            else ""
+        )
         if time.monotonic() - start > _ALL_REDUCE_SECONDS:
-            return Row("interconnect", "warn", f"{who}, {by}: a sum over all of them is not done after {_ALL_REDUCE_SECONDS} s", remedy)
+            return Row(
+                "interconnect",
+                "warn",
+                f"{who}, {by}: a sum over all of them is not done after {_ALL_REDUCE_SECONDS} s",
+                remedy,
+            )
         why = str(error).splitlines()[0].partition(". The end of its log")[0]
         return Row("interconnect", "bad", f"{who}, {by}: {why}", remedy)
     found = f"{who}, {by}: 64 MB are summed over all at {speed:.2f} GB/s"
     if gpus and speed < _SLOW:
-        return Row("interconnect", "warn", found, "Slow: an adapter (tuning='lora') under ddp, or a larger accum_steps, sends least.")
+        return Row(
+            "interconnect",
+            "warn",
+            found,
+            "Slow: an adapter (tuning='lora') under ddp, or a larger accum_steps, sends least.",
+        )
     return Row("interconnect", "ok", found)
 
 # %% ../nbs/11a_checkup.ipynb #b87bc490
@@ -277,13 +361,18 @@ def _outputs_row() -> Row | None:
         return _disk_row("disk for outputs", folder, 10)
     if machine.platform() == "colab":
         remedy = "from google.colab import drive; drive.mount('/content/drive')"
-        return Row("disk for outputs", "warn", "no Drive is mounted: all that this session makes is lost with it", remedy)
+        return Row(
+            "disk for outputs", "warn", "no Drive is mounted: all that this session makes is lost with it", remedy
+        )
     return None
 
 
 def _container_memory() -> tuple[float, float]:
     "Bytes that this container may use, infinite if it has no limit, and those it uses, without files that were read and that the system would drop first."
-    version_2, version_1 = (_CGROUP, "max", "current", "inactive_file"), (_CGROUP / "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    version_2, version_1 = (
+        (_CGROUP, "max", "current", "inactive_file"),
+        (_CGROUP / "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+    )
     for folder, limit, usage, dropped in (version_2, version_1):
         text, used, stat = (folder / f"memory.{name}" for name in (limit, usage, "stat"))
         if text.is_file() and (most := text.read_text().strip()).isdigit():
@@ -297,7 +386,11 @@ def _memory_row() -> Row:
     free = min(memory.available, limit - used) / 1e9
     limited = f"; this container may use {limit / 1e9:.1f} GB and uses {used / 1e9:.1f}" if limit < memory.total else ""
     state = "bad" if free < 2 else "warn" if free < 8 else "ok"
-    remedy = "" if state == "ok" else "Rank 0 reads the whole model, on a CPU every rank: take a smaller one, or restart notebooks that hold some."
+    remedy = (
+        ""
+        if state == "ok"
+        else "Rank 0 reads the whole model, on a CPU every rank: take a smaller one, or restart notebooks that hold some."
+    )
     return Row("memory", state, f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free{limited}", remedy)
 
 # %% ../nbs/11a_checkup.ipynb #f1c63287
@@ -309,7 +402,12 @@ def _hub_row() -> Row:
     if machine.platform() == "kaggle":
         remedy = f"Settings, Internet on (it asks once for a confirmed phone number). Or attach models and data as inputs, below /kaggle/input. {remedy}"
     if constants.HF_HUB_OFFLINE:
-        return Row("Hub", "warn", "HF_HUB_OFFLINE is set, so nothing is downloaded", f"Unset it before the first cell. {remedy}")
+        return Row(
+            "Hub",
+            "warn",
+            "HF_HUB_OFFLINE is set, so nothing is downloaded",
+            f"Unset it before the first cell. {remedy}",
+        )
     start = time.monotonic()
     try:
         code = get_session().head(constants.ENDPOINT, timeout=3).status_code
@@ -333,9 +431,15 @@ def _token_row() -> Row:
         sources["HF_TOKEN"] = "from hf auth login"
     found = ", ".join(f"{name} {sources.get(name, 'none')}" for name in machine.SECRETS)
     where = {
-        "kaggle": "Add-ons, Secrets: HF_TOKEN, attached to this notebook.", "colab": "The key on the left side: HF_TOKEN, with notebook access.",
+        "kaggle": "Add-ons, Secrets: HF_TOKEN, attached to this notebook.",
+        "colab": "The key on the left side: HF_TOKEN, with notebook access.",
     }.get(machine.platform(), "Set HF_TOKEN, or: hf auth login.")
-    return Row("tokens", "ok", found, "" if "HF_TOKEN" in sources else f"Needed for gated and private models, and hf_repo: {where}")
+    return Row(
+        "tokens",
+        "ok",
+        found,
+        "" if "HF_TOKEN" in sources else f"Needed for gated and private models, and hf_repo: {where}",
+    )
 
 
 def _session_row() -> Row:
@@ -348,7 +452,14 @@ def _session_row() -> Row:
     found = f"{here.capitalize()}{kind}; {left}. {machine.quota_note()}."
     if hours is not None and hours < 1:
         return Row("session", "warn", found, "Start a new session before a long run.")
-    return Row("session", "ok", found, "For a run of hours: Save Version, Save & Run All; it needs no open tab." if here == "kaggle" and not batch else "")
+    return Row(
+        "session",
+        "ok",
+        found,
+        "For a run of hours: Save Version, Save & Run All; it needs no open tab."
+        if here == "kaggle" and not batch
+        else "",
+    )
 
 # %% ../nbs/11a_checkup.ipynb #43361f06
 def _begin(name: str, seconds: float, check: Callable[[], Row | None]) -> Callable[[], Row | None]:
@@ -382,7 +493,12 @@ def doctor(bandwidth: bool = True) -> Checkup:
         gpus = installed_gpus()
         gpu_row = _safely("GPUs", lambda: _gpu_row(gpus))
     except Exception as error:
-        gpus, gpu_row = [], Row("GPUs", "bad", str(error), "The driver does not run: start a new session, or install the driver again.")
+        gpus, gpu_row = (
+            [],
+            Row(
+                "GPUs", "bad", str(error), "The driver does not run: start a new session, or install the driver again."
+            ),
+        )
     usable = visible_among(gpus)
     on_colab = machine.platform() == "colab"
     rows = {
@@ -392,7 +508,9 @@ def doctor(bandwidth: bool = True) -> Checkup:
         "GPUs": lambda: gpu_row,
         "torch": _begin("torch", _TORCH_SECONDS + 5, lambda: _torch_row(usable)),
         "interconnect": lambda: None,
-        "disk for runs": _begin("disk for runs", 10, lambda: _disk_row("disk for runs", Path(machine.default_run_root()), 20)),
+        "disk for runs": _begin(
+            "disk for runs", 10, lambda: _disk_row("disk for runs", Path(machine.default_run_root()), 20)
+        ),
         "disk for outputs": _begin("disk for outputs", 10, _outputs_row),
         "memory": _begin("memory", 5, _memory_row),
         "Hub": _begin("Hub", 8, _hub_row),

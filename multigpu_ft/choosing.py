@@ -14,19 +14,33 @@ from .zero import Accelerated, ZeRO
 
 # %% ../nbs/03a_choosing.ipynb #9422c115
 _STRATEGIES: dict[str, type[Single]] = {
-    "single": Single, "ddp": DDP, "fsdp": FSDP, "accelerate": Accelerated, "zero1": ZeRO, "zero2": ZeRO, "zero3": ZeRO,
+    "single": Single,
+    "ddp": DDP,
+    "fsdp": FSDP,
+    "accelerate": Accelerated,
+    "zero1": ZeRO,
+    "zero2": ZeRO,
+    "zero3": ZeRO,
 }
-_TRAINING_BYTES = {torch.float32: 16, torch.float16: 22, torch.bfloat16: 22}  # fp32 parameter, gradient, two moments; in half a copy and whole gradients
+_TRAINING_BYTES = {
+    torch.float32: 16,
+    torch.float16: 22,
+    torch.bfloat16: 22,
+}  # fp32 parameter, gradient, two moments; in half a copy and whole gradients
 
 
-def make_strategy(cfg: RunConfig, world: World, trainable: int, frozen_bytes: float = 0, quantization: str = "none") -> tuple[Single, str]:
+def make_strategy(
+    cfg: RunConfig, world: World, trainable: int, frozen_bytes: float = 0, quantization: str = "none"
+) -> tuple[Single, str]:
     """The strategy `cfg` names, or the one `auto` chooses for so many `trainable` parameters beside frozen ones, and the reason in words.
 
     Raises `ConfigError` for `single` on several ranks, for a package that a strategy needs and that is not installed, and where it takes fsdp, which 8-bit
     weights and optimizers are not made for."""
     if cfg.strategy != "auto":
         if cfg.strategy == "single" and world.size > 1:
-            raise ConfigError(f"strategy='single' cannot run on {world.size} processes; use 'ddp' or 'fsdp', or start one process.")
+            raise ConfigError(
+                f"strategy='single' cannot run on {world.size} processes; use 'ddp' or 'fsdp', or start one process."
+            )
         return _STRATEGIES[cfg.strategy](cfg, world), "as configured"
     if world.size == 1:
         return Single(cfg, world), "one process"

@@ -48,7 +48,8 @@ def _take(arguments: list[str], flag: str) -> str | None:
 
 _BESIDE = {  # what a verb takes beside the fields, and tyro does not know of
     "train": " --node-rank N and --rdzv HOST:PORT are of one machine among several. --force starts what is estimated not to fit.",
-    "estimate": " --gpus COUNT and --gpu-memory-gib T4 (a name, or GiB) are where it would run.", "slices": " --size is --slice-size.",
+    "estimate": " --gpus COUNT and --gpu-memory-gib T4 (a name, or GiB) are where it would run.",
+    "slices": " --size is --slice-size.",
 }
 
 
@@ -58,10 +59,17 @@ def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
     preset, file = _take(arguments, "--preset"), _take(arguments, "--config")
     if preset is not None and file is not None:
         raise ConfigError(f"--preset {preset} and --config {file} are both a beginning; use one of them.")
-    default = RunConfig.preset(preset) if preset is not None else _read_config(file) if file is not None else RunConfig()
+    default = (
+        RunConfig.preset(preset) if preset is not None else _read_config(file) if file is not None else RunConfig()
+    )
     if model := _take(list(arguments), "--model"):
-        default = default.replace(model=model)  # the default learning rate is the model's, and tyro passes on the default's
-    description = "Fine-tune a model. --preset NAME starts from a preset, --config FILE from the settings in a JSON file." + _BESIDE[verb]
+        default = default.replace(
+            model=model
+        )  # the default learning rate is the model's, and tyro passes on the default's
+    description = (
+        "Fine-tune a model. --preset NAME starts from a preset, --config FILE from the settings in a JSON file."
+        + _BESIDE[verb]
+    )
     return tyro.cli(RunConfig, args=arguments, default=default, prog=f"multigpu-ft {verb}", description=description)
 
 
@@ -80,7 +88,10 @@ def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
     cfg = parse_config([a for a in arguments if a != "--force"])
     run = launch(cfg, force=force, node_rank=node_rank and int(node_rank), rdzv=rdzv)
     status = run.status
-    result = {"run": str(run.dir.path), **{k: status.get(k) for k in ("state", "step", "loss_before", "loss_after", "checkpoint", "export")}}
+    result = {
+        "run": str(run.dir.path),
+        **{k: status.get(k) for k in ("state", "step", "loss_before", "loss_after", "checkpoint", "export")},
+    }
     result["interrupted"] = bool(status.get("interrupted")) or run.dir.was_interrupted()
     if not as_json:
         print(describe(run))
@@ -94,11 +105,15 @@ def describe(run: Run) -> str:
     unit = "text" if run.config.task == "classification" else "token"
     if status.get("loss_before") is not None:
         after = f" -> {status['loss_after']:.4f} at the end" if status.get("loss_after") is not None else ""
-        lines.append(f"loss      {status['loss_before']:.4f} at the start{after}  (nats per {unit}, on the texts of the first step)")
+        lines.append(
+            f"loss      {status['loss_before']:.4f} at the start{after}  (nats per {unit}, on the texts of the first step)"
+        )
     if (path / "report" / "loss.png").exists():
         lines.append(f"picture   {path / 'report' / 'loss.png'}")
     if (before := status.get("eval_before")) and (after := status.get("eval_after")):
-        scores = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in ("loss", "accuracy", "f1") if name in after]
+        scores = [
+            f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in ("loss", "accuracy", "f1") if name in after
+        ]
         lines.append(f"evaluated {', '.join(scores)}")
     if best := status.get("best"):
         taken = ", exported" if status.get("exported_checkpoint") else ""
@@ -144,7 +159,9 @@ def _presets(arguments: list[str], as_json: bool) -> dict[str, Any]:
     tyro.cli(_no_options, args=arguments, prog="multigpu-ft presets")
     if not as_json:
         for name in PRESETS:
-            print(f"{name:16} needs {PRESET_NEEDS[name]}\n{'':16} {RunConfig.preset(name)!r}\n{'':16} multigpu-ft train --preset {name}\n")
+            print(
+                f"{name:16} needs {PRESET_NEEDS[name]}\n{'':16} {RunConfig.preset(name)!r}\n{'':16} multigpu-ft train --preset {name}\n"
+            )
     return {name: {"needs": PRESET_NEEDS[name], **settings} for name, settings in PRESETS.items()}
 
 
@@ -169,12 +186,14 @@ def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
         print(describe(found[0]) if "--last" in arguments and found else found)
     newest = [{"loss": None, **(run.dir.recent_metrics(1) or [{}])[-1]} for run in found]
     return [
-        {"run": str(run.dir.path), "state": run.state, "step": run.status.get("step", 0), "loss": last["loss"]} for run, last in zip(found, newest, strict=True)
+        {"run": str(run.dir.path), "state": run.state, "step": run.status.get("step", 0), "loss": last["loss"]}
+        for run, last in zip(found, newest, strict=True)
     ]
 
 # %% ../nbs/13_cli.ipynb #cacaaa19
 def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
     "`function` as its flags are made: what may be text among other things is text."
+
     def called(**values: Any) -> Any:
         return function(**values)
 
@@ -242,22 +261,29 @@ def _read_config(path: str | Path) -> RunConfig:
     try:
         values = json.loads(Path(path).read_text())
     except OSError as error:
-        raise ConfigError(f"config={str(path)!r} cannot be read: {error.strerror}. Name a JSON file with fields of RunConfig, as config.json.") from None
+        raise ConfigError(
+            f"config={str(path)!r} cannot be read: {error.strerror}. Name a JSON file with fields of RunConfig, as config.json."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"config={str(path)!r} is no JSON: {error}.") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"config={str(path)!r} holds a {type(values).__name__}, not an object with fields of RunConfig.")
+        raise ConfigError(
+            f"config={str(path)!r} holds a {type(values).__name__}, not an object with fields of RunConfig."
+        )
     return RunConfig(**values)
 
 
 def _with_config(function: Callable[..., Any]) -> Callable[..., Any]:
     "`function`, whose first parameter is a configuration, with the name of a file in its place."
+
     def called(config: str | Path, **values: Any) -> Any:
         return function(_read_config(config), **values)
 
     _, *others = inspect.signature(function).parameters.values()
     config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation="str | Path")
-    called.__signature__ = inspect.Signature([config, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others)])
+    called.__signature__ = inspect.Signature(
+        [config, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others)]
+    )
     called.__doc__ = (function.__doc__ or "").replace("cfg: ", "config: JSON file with ", 1)
     return called
 
@@ -290,8 +316,16 @@ def _exit_code_of_job(error: Exception, node_rank: str | None) -> int:
 
 
 _VERBS = {
-    "train": _train, "estimate": _estimate, "slices": _slices, "generate": _generate, "evaluate": _evaluate, "runs": _runs, "sync": _sync,
-    "presets": _presets, "doctor": _doctor, "deploy": _deploy,
+    "train": _train,
+    "estimate": _estimate,
+    "slices": _slices,
+    "generate": _generate,
+    "evaluate": _evaluate,
+    "runs": _runs,
+    "sync": _sync,
+    "presets": _presets,
+    "doctor": _doctor,
+    "deploy": _deploy,
 }
 
 
@@ -312,7 +346,10 @@ def main() -> None:
     except Terminated:  # before there was anything to stop
         sys.exit(STOPPED_EXIT_CODE)
     except (ValueError, RunFailed) as error:
-        said, code = f"multigpu-ft {verb}: {type(error).__name__}: {error}", _exit_code_of_job(error, _take(list(arguments), "--node-rank")) if as_job else 1
+        said, code = (
+            f"multigpu-ft {verb}: {type(error).__name__}: {error}",
+            _exit_code_of_job(error, _take(list(arguments), "--node-rank")) if as_job else 1,
+        )
         if code != 1:
             print(said, file=sys.stderr)
         sys.exit(said if code == 1 else code)

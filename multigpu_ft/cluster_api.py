@@ -64,21 +64,29 @@ class _Cluster:
         self.host = api.configuration.host
         try:
             version = VersionApi(api).get_code(_request_timeout=_TIMEOUT_S)
-            self._client = DynamicClient(api, cache_file=str(Path(folder) / "discovery.json"))  # its own place in the temporary folder is everybody's
+            self._client = DynamicClient(
+                api, cache_file=str(Path(folder) / "discovery.json")
+            )  # its own place in the temporary folder is everybody's
         except ApiException as error:
-            raise ConfigError(f"the cluster at {self.host} refuses: {_said(error)}. kubectl auth whoami shows as whom your kubeconfig speaks to it.") from None
+            raise ConfigError(
+                f"the cluster at {self.host} refuses: {_said(error)}. kubectl auth whoami shows as whom your kubeconfig speaks to it."
+            ) from None
         except (HTTPError, ValueError) as error:
             raise ConfigError(f"the cluster at {self.host} cannot be reached: {error}.") from None
         minor = int("".join(filter(str.isdigit, version.minor)) or 0)
         if (int(version.major), minor) < (1, _OLDEST):
-            raise ConfigError(f"the cluster at {self.host} is Kubernetes {version.major}.{minor}; a Job with a successPolicy needs 1.{_OLDEST} or newer.")
+            raise ConfigError(
+                f"the cluster at {self.host} is Kubernetes {version.major}.{minor}; a Job with a successPolicy needs 1.{_OLDEST} or newer."
+            )
 
     def kind_of(self, manifest: dict[str, Any]) -> Any:
         from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
         version = manifest["apiVersion"]
         try:
-            return self._client.resources.get(prefix="apis" if "/" in version else "api", api_version=version, kind=manifest["kind"])
+            return self._client.resources.get(
+                prefix="apis" if "/" in version else "api", api_version=version, kind=manifest["kind"]
+            )
         except ResourceNotFoundError:
             raise ConfigError(
                 f"the cluster at {self.host} knows no {manifest['kind']} of {version}, which is Kubeflow Trainer's; have it installed, or use target='job'."
@@ -89,7 +97,12 @@ class _Cluster:
 
         about = manifest["metadata"]
         try:
-            self._client.get(self.kind_of(manifest), name=about["name"], namespace=about.get("namespace"), _request_timeout=_TIMEOUT_S)
+            self._client.get(
+                self.kind_of(manifest),
+                name=about["name"],
+                namespace=about.get("namespace"),
+                _request_timeout=_TIMEOUT_S,
+            )
         except ApiException as error:
             if error.status == 404:
                 return False
@@ -101,7 +114,12 @@ class _Cluster:
         if manifest.get("immutable") and self.exists(manifest):  # of a job that is gone
             self._client.delete(kind, name=about["name"], namespace=about["namespace"], _request_timeout=_TIMEOUT_S)
         self._client.server_side_apply(
-            kind, body=manifest, namespace=about.get("namespace"), field_manager="multigpu-ft", force_conflicts=True, _request_timeout=_TIMEOUT_S
+            kind,
+            body=manifest,
+            namespace=about.get("namespace"),
+            field_manager="multigpu-ft",
+            force_conflicts=True,
+            _request_timeout=_TIMEOUT_S,
         )
 
 # %% ../nbs/12b_cluster_api.ipynb #24203451
@@ -139,6 +157,10 @@ def submit(manifests: list[dict[str, Any]]) -> tuple[str, list[str]]:
         except (ApiException, HTTPError) as error:
             about = f"{manifest['kind']} {manifest['metadata']['name']}"
             before = f" Sent before: {', '.join(sent)}." if sent else ""
-            what = f"refuses {about}: {_said(error)}" if isinstance(error, ApiException) else f"did not answer to {about}: {error}"
+            what = (
+                f"refuses {about}: {_said(error)}"
+                if isinstance(error, ApiException)
+                else f"did not answer to {about}: {error}"
+            )
             raise ConfigError(f"the cluster at {cluster.host} {what}.{before}") from None
     return cluster.host, remarks

@@ -21,7 +21,9 @@ TENSORBOARD_PORT = 6006
 ACCOUNT = "multigpu-ft"  # the ServiceAccount that pods run as; it may do nothing
 _HOME = "/home/multigpu-ft"
 _USER = 1000  # the image's
-_GRACE_S = 360  # the agent gives ranks 300 s to save their checkpoint after a SIGTERM, and everybody then a minute to end
+_GRACE_S = (
+    360  # the agent gives ranks 300 s to save their checkpoint after a SIGTERM, and everybody then a minute to end
+)
 _ACCELERATOR_LABELS = ("nvidia.com/gpu.product", "cloud.google.com/gke-accelerator")
 
 
@@ -48,18 +50,42 @@ def claim(resources: Resources) -> str:
 # %% ../nbs/12b_cluster_pods.ipynb #dda1d092
 def _pod_security() -> dict[str, Any]:
     return {
-        "runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, "seccompProfile": {"type": "RuntimeDefault"},
+        "runAsNonRoot": True,
+        "runAsUser": _USER,
+        "runAsGroup": _USER,
+        "fsGroup": _USER,
+        "seccompProfile": {"type": "RuntimeDefault"},
         "fsGroupChangePolicy": "OnRootMismatch",  # else every start would walk through all files of the shared volume
     }
 
 
-def _spec(resources: Resources, container: dict[str, Any], volumes: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def _spec(
+    resources: Resources, container: dict[str, Any], volumes: list[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
     "What all our pods have in common."
     pull = {"imagePullSecrets": [{"name": resources.image_pull_secret}]} if resources.image_pull_secret else {}
-    locked = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "runAsNonRoot": True, "capabilities": {"drop": ["ALL"]}}
+    locked = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
     return {
-        "serviceAccountName": ACCOUNT, "automountServiceAccountToken": False, "enableServiceLinks": False, **pull, "securityContext": _pod_security(), **more,
-        "containers": [{"name": container["name"], "image": resources.image, "imagePullPolicy": "IfNotPresent", **container, "securityContext": locked}],
+        "serviceAccountName": ACCOUNT,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        **pull,
+        "securityContext": _pod_security(),
+        **more,
+        "containers": [
+            {
+                "name": container["name"],
+                "image": resources.image,
+                "imagePullPolicy": "IfNotPresent",
+                **container,
+                "securityContext": locked,
+            }
+        ],
         "volumes": volumes,
     }
 
@@ -74,10 +100,16 @@ def _affinity(resources: Resources, name: str) -> dict[str, Any]:
         term = {"labelSelector": {"matchLabels": labels(name, "node")}, "topologyKey": key}
         return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": weight, "podAffinityTerm": term}]}
 
-    found: dict[str, Any] = {"podAntiAffinity": preferred(100, "kubernetes.io/hostname"), "podAffinity": preferred(50, "topology.kubernetes.io/zone")}
+    found: dict[str, Any] = {
+        "podAntiAffinity": preferred(100, "kubernetes.io/hostname"),
+        "podAffinity": preferred(50, "topology.kubernetes.io/zone"),
+    }
     gpu = resources.resources.gpu
     if gpu.accelerator_count and gpu.accelerator:
-        terms = [{"matchExpressions": [{"key": key, "operator": "In", "values": [gpu.accelerator]}]} for key in _ACCELERATOR_LABELS]  # one of them is enough
+        terms = [
+            {"matchExpressions": [{"key": key, "operator": "In", "values": [gpu.accelerator]}]}
+            for key in _ACCELERATOR_LABELS
+        ]  # one of them is enough
         found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     return found
 
@@ -85,37 +117,68 @@ def _affinity(resources: Resources, name: str) -> dict[str, Any]:
 def command(resources: Resources, rank: str, rdzv: str, nnodes: str | None = None) -> list[str]:
     "What a node's pod runs. Kubernetes puts environment variables in the place of `$(NAME)`."
     return [
-        "multigpu-ft", "train", "--config", CONFIG_FILE, "--nnodes", nnodes or str(resources.replicas), "--node-rank", rank, "--rdzv", rdzv, "--as-job",
+        "multigpu-ft",
+        "train",
+        "--config",
+        CONFIG_FILE,
+        "--nnodes",
+        nnodes or str(resources.replicas),
+        "--node-rank",
+        rank,
+        "--rdzv",
+        rdzv,
+        "--as-job",
     ]
 
 
 def node_template(resources: Resources, name: str, words: list[str], subdomain: str | None = None) -> dict[str, Any]:
     "The template of the pods of run `name`, which run the command `words`; `subdomain` is the Service that gives them host names."
     gpu = resources.resources.gpu
-    amounts = {"cpu": gpu.cpu, "memory": gpu.memory, **({"nvidia.com/gpu": str(gpu.accelerator_count)} if gpu.accelerator_count else {})}
+    amounts = {
+        "cpu": gpu.cpu,
+        "memory": gpu.memory,
+        **({"nvidia.com/gpu": str(gpu.accelerator_count)} if gpu.accelerator_count else {}),
+    }
     scratch, home = _scratch("tmp", "20Gi", "/tmp"), _scratch("home", "10Gi", _HOME)
     volumes = [
-        {"name": "shared", "persistentVolumeClaim": {"claimName": claim(resources)}}, {"name": "config", "configMap": {"name": name, "defaultMode": 0o444}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{bytes_of(gpu.memory) // 4 // 2**20}Mi"}}, scratch[0], home[0],
+        {"name": "shared", "persistentVolumeClaim": {"claimName": claim(resources)}},
+        {"name": "config", "configMap": {"name": name, "defaultMode": 0o444}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{bytes_of(gpu.memory) // 4 // 2**20}Mi"}},
+        scratch[0],
+        home[0],
     ]
     mounts = [
-        {"name": "shared", "mountPath": SHARED}, {"name": "config", "mountPath": "/config", "readOnly": True}, {"name": "shm", "mountPath": "/dev/shm"},
-        scratch[1], home[1],
+        {"name": "shared", "mountPath": SHARED},
+        {"name": "config", "mountPath": "/config", "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        scratch[1],
+        home[1],
     ]
     if resources.secret:
         volumes.append({"name": "secrets", "secret": {"secretName": resources.secret, "defaultMode": 0o440}})
         mounts.append({"name": "secrets", "mountPath": SECRETS_DIR, "readOnly": True})
     container = {
         "name": "node",  # Kubeflow's name for it
-        "command": words, "envFrom": [{"configMapRef": {"name": f"{name}-env"}}], "ports": [{"name": "rdzv", "containerPort": RDZV_PORT}],
-        "resources": {"requests": amounts, "limits": amounts}, "volumeMounts": mounts,
+        "command": words,
+        "envFrom": [{"configMapRef": {"name": f"{name}-env"}}],
+        "ports": [{"name": "rdzv", "containerPort": RDZV_PORT}],
+        "resources": {"requests": amounts, "limits": amounts},
+        "volumeMounts": mounts,
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the last lines of a pod that failed are in what `kubectl describe pod` shows
     }
-    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if gpu.accelerator_count else []
+    tolerations = (
+        [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if gpu.accelerator_count else []
+    )
     tolerations += [toleration.model_dump(exclude_none=True) for toleration in resources.tolerations]
-    places = {**({"nodeSelector": resources.node_selector} if resources.node_selector else {}), **({"tolerations": tolerations} if tolerations else {})}
+    places = {
+        **({"nodeSelector": resources.node_selector} if resources.node_selector else {}),
+        **({"tolerations": tolerations} if tolerations else {}),
+    }
     more = {
-        "restartPolicy": "Never", "terminationGracePeriodSeconds": _GRACE_S, **({"subdomain": subdomain} if subdomain else {}), **places,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _GRACE_S,
+        **({"subdomain": subdomain} if subdomain else {}),
+        **places,
         "affinity": _affinity(resources, name),
     }
     return {"metadata": {"labels": labels(name, "node")}, "spec": _spec(resources, container, volumes, **more)}
@@ -125,12 +188,29 @@ def tensorboard_template(resources: Resources, name: str) -> dict[str, Any]:
     "The template of the pod that shows the curves of all runs on the shared volume."
     scratch = _scratch("tmp", "1Gi", "/tmp")
     container = {
-        "name": "tensorboard", "command": ["tensorboard", "--logdir", f"{RUN_ROOT}/tensorboard", "--bind_all", "--port", str(TENSORBOARD_PORT)],
-        "env": [{"name": "HOME", "value": "/tmp"}], "ports": [{"name": "http", "containerPort": TENSORBOARD_PORT}],
+        "name": "tensorboard",
+        "command": [
+            "tensorboard",
+            "--logdir",
+            f"{RUN_ROOT}/tensorboard",
+            "--bind_all",
+            "--port",
+            str(TENSORBOARD_PORT),
+        ],
+        "env": [{"name": "HOME", "value": "/tmp"}],
+        "ports": [{"name": "http", "containerPort": TENSORBOARD_PORT}],
         "readinessProbe": {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 10},
-        "livenessProbe": {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 60, "timeoutSeconds": 30, "failureThreshold": 5},
+        "livenessProbe": {
+            "httpGet": {"path": "/", "port": "http"},
+            "periodSeconds": 60,
+            "timeoutSeconds": 30,
+            "failureThreshold": 5,
+        },
         "resources": {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "2Gi"}},
         "volumeMounts": [{"name": "shared", "mountPath": SHARED, "readOnly": True}, scratch[1]],
     }
-    volumes = [{"name": "shared", "persistentVolumeClaim": {"claimName": claim(resources), "readOnly": True}}, scratch[0]]
+    volumes = [
+        {"name": "shared", "persistentVolumeClaim": {"claimName": claim(resources), "readOnly": True}},
+        scratch[0],
+    ]
     return {"metadata": {"labels": labels(name, "tensorboard")}, "spec": _spec(resources, container, volumes)}

@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from .measures import CONFIDENCE, FEWEST, Estimate, mcnemar, ratio_estimates, scores, share_difference, share_estimate
+from multigpu_ft.measures import (
+    CONFIDENCE,
+    FEWEST,
+    Estimate,
+    mcnemar,
+    ratio_estimates,
+    scores,
+    share_difference,
+    share_estimate,
+)
 
 # %% ../nbs/08_comparisons.ipynb #b2c054d5
 @dataclass(frozen=True)
@@ -32,9 +41,19 @@ class Scores:
     predicted: dict[str, np.ndarray] = field(default_factory=dict)  # by model: int64[n]
 
     def __post_init__(self) -> None:
-        arrays = {"lengths": self.lengths, "targets": self.targets, "labels": self.labels, **self.losses, **self.predicted}
-        if wrong := {name: np.shape(a) for name, a in arrays.items() if a is not None and np.shape(a) != np.shape(self.rows)}:
-            raise ValueError(f"{self.dataset}: there are {len(self.rows):,} examples, but arrays of other shapes: {wrong}.")
+        arrays = {
+            "lengths": self.lengths,
+            "targets": self.targets,
+            "labels": self.labels,
+            **self.losses,
+            **self.predicted,
+        }
+        if wrong := {
+            name: np.shape(a) for name, a in arrays.items() if a is not None and np.shape(a) != np.shape(self.rows)
+        }:
+            raise ValueError(
+                f"{self.dataset}: there are {len(self.rows):,} examples, but arrays of other shapes: {wrong}."
+            )
 
 
 @dataclass(frozen=True)
@@ -42,12 +61,18 @@ class Measured:
     "All that an evaluation measured. Models are named `base` and by their checkpoint, in the order in which they were trained."
 
     task: str
-    models: list[dict[str, Any]]  # name, where it lies, rows it was trained on (`trained`, as in the slice ledger); the first one is the base
+    models: list[
+        dict[str, Any]
+    ]  # name, where it lies, rows it was trained on (`trained`, as in the slice ledger); the first one is the base
     target: Scores
     forgetting: Scores | None = None
-    samples: list[dict[str, Any]] = field(default_factory=list)  # prompt, and by model what it wrote: {"prompt": str, "texts": {name: str}}
+    samples: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # prompt, and by model what it wrote: {"prompt": str, "texts": {name: str}}
     label_names: list[str] | None = None
-    about: dict[str, Any] = field(default_factory=dict)  # settings and checks: max_length, dtype, world_size, adapter_active, remarks (list of sentences) ...
+    about: dict[str, Any] = field(
+        default_factory=dict
+    )  # settings and checks: max_length, dtype, world_size, adapter_active, remarks (list of sentences) ...
 
 # %% ../nbs/08_comparisons.ipynb #15434951
 BETTER, WORSE, NO_DIFFERENCE = "better", "worse", "no difference shown"
@@ -88,7 +113,11 @@ def perplexity(loss: float) -> float:
 
 def _plain(value: float, digits: int = 3) -> str:
     "Without an exponent as long as one can read it."
-    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}" if 1e-6 <= abs(value) < 1e9 else f"{value:.{digits}g}"
+    return (
+        f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+        if 1e-6 <= abs(value) < 1e9
+        else f"{value:.{digits}g}"
+    )
 
 
 def decimals(estimate: Estimate) -> int:
@@ -103,7 +132,11 @@ def _loss_text(change: Estimate, before: Estimate, after: Estimate, unit: str) -
     amount, places = abs(change.value), decimals(change)
     shown = f"{amount:.{places}f}" if amount >= 0.5 * 10**-places else f"{amount:.1g}"
     said = f"the loss {'falls' if falls else 'rises'} by {shown} nats a {unit}"
-    around = f", perplexity {_plain(perplexity(before.value))} -> {_plain(perplexity(after.value))}" if unit == "token" else ""
+    around = (
+        f", perplexity {_plain(perplexity(before.value))} -> {_plain(perplexity(after.value))}"
+        if unit == "token"
+        else ""
+    )
     if change.value == change.low == change.high == 0:
         return NO_DIFFERENCE, "the loss is the same on every example"
     if change.low is None or change.high is None:
@@ -112,14 +145,23 @@ def _loss_text(change: Estimate, before: Estimate, after: Estimate, unit: str) -
         return NO_DIFFERENCE, f"{said}, which is not more than rounding can make ({ROUNDING:g})"
     if change.excludes_zero:
         low, high = sorted((abs(change.low), abs(change.high)))
-        return BETTER if falls else WORSE, f"{said} ({CONFIDENCE:.0%} interval {low:.{places}f} to {high:.{places}f}){around}"
+        return (
+            BETTER if falls else WORSE,
+            f"{said} ({CONFIDENCE:.0%} interval {low:.{places}f} to {high:.{places}f}){around}",
+        )
     interval = f"{change.low:+.{places}f} to {change.high:+.{places}f}"
     return NO_DIFFERENCE, f"{said}{around}, but the {CONFIDENCE:.0%} interval of the change, {interval}, has 0 inside"
 
 
-def _accuracy_text(change: Estimate, before: float, after: float, gained: int, lost: int, p_value: float) -> tuple[str, str]:
+def _accuracy_text(
+    change: Estimate, before: float, after: float, gained: int, lost: int, p_value: float
+) -> tuple[str, str]:
     verdict = NO_DIFFERENCE if p_value >= 1 - CONFIDENCE else BETTER if gained > lost else WORSE
-    interval = f" ({CONFIDENCE:.0%} interval {100 * change.low:+.1f} to {100 * change.high:+.1f})" if change.low is not None and change.high is not None else ""
+    interval = (
+        f" ({CONFIDENCE:.0%} interval {100 * change.low:+.1f} to {100 * change.high:+.1f})"
+        if change.low is not None and change.high is not None
+        else ""
+    )
     chance = ", as chance would have it" if verdict == NO_DIFFERENCE else ""
     return verdict, (
         f"accuracy {before:.1%} -> {after:.1%}, {100 * change.value:+.1f} points{interval}: "
@@ -142,30 +184,49 @@ class Comparison:
         self.remarks += self._left_out(has_target & ~finite[names[0]], f"on which the loss of {names[0]} is not finite")
         self.results: list[Result] = []
         if task == "classification" and scored.labels is not None:
-            num_labels = num_labels or 1 + max(int(a.max(initial=0)) for a in (scored.labels, *scored.predicted.values()))
+            num_labels = num_labels or 1 + max(
+                int(a.max(initial=0)) for a in (scored.labels, *scored.predicted.values())
+            )
             self.confusions = {name: self._confusion(name, num_labels) for name in names}
         else:
             self.confusions = {}
         whole = [name for name in names if np.isfinite(self.losses[name]).all()]
-        pairs = list(dict.fromkeys(pair for i, name in enumerate(names) if i for pair in ((name, names[0]), (name, names[i - 1])) if set(pair) <= set(whole)))
+        pairs = list(
+            dict.fromkeys(
+                pair
+                for i, name in enumerate(names)
+                if i
+                for pair in ((name, names[0]), (name, names[i - 1]))
+                if set(pair) <= set(whole)
+            )
+        )
         columns = [self.losses[name] for name in whole] + [self.losses[a] - self.losses[b] for a, b in pairs]
         found = ratio_estimates(np.stack(columns, axis=1), self.targets) if self.count and columns else []
         self._estimates: dict[Any, Estimate] = dict(zip([*whole, *pairs], found, strict=False))
         for i, name in enumerate(names):
             confusion = self.confusions.get(name)
-            self.results.append(Result(
-                name, self._estimates.get(name), int((~np.isfinite(self.losses[name])).sum()),
-                None if confusion is None or not self.count else share_estimate(int(np.trace(confusion)), self.count),
-                None if confusion is None or not self.count else scores(confusion)["f1"],
-                self._difference(name, names[0]) if i else None, self._difference(name, names[i - 1]) if i else None,
-            ))
+            self.results.append(
+                Result(
+                    name,
+                    self._estimates.get(name),
+                    int((~np.isfinite(self.losses[name])).sum()),
+                    None
+                    if confusion is None or not self.count
+                    else share_estimate(int(np.trace(confusion)), self.count),
+                    None if confusion is None or not self.count else scores(confusion)["f1"],
+                    self._difference(name, names[0]) if i else None,
+                    self._difference(name, names[i - 1]) if i else None,
+                )
+            )
 
     def _left_out(self, which: np.ndarray, why: str) -> list[str]:
         rows = self.scores.rows[which]
         if not len(rows):
             return []
         named = ", ".join(f"{row}" for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
-        return [f"{self.scores.dataset}: without {len(rows):,} of {len(which):,} examples, {why} (row{'s' * (len(rows) != 1)} {named})."]
+        return [
+            f"{self.scores.dataset}: without {len(rows):,} of {len(which):,} examples, {why} (row{'s' * (len(rows) != 1)} {named})."
+        ]
 
     def _confusion(self, name: str, num_labels: int) -> np.ndarray:
         confusion = np.zeros((num_labels, num_labels))
@@ -177,17 +238,29 @@ class Comparison:
             return Difference(NO_DIFFERENCE, "no example is left to compare")
         bad_before, bad = (int((~np.isfinite(self.losses[n])).sum()) for n in (before, name))
         if bad_before:
-            return Difference(NO_DIFFERENCE, f"the loss of {before} is not finite on {bad_before:,} of {self.count:,} examples: nothing to compare with")
+            return Difference(
+                NO_DIFFERENCE,
+                f"the loss of {before} is not finite on {bad_before:,} of {self.count:,} examples: nothing to compare with",
+            )
         if bad:
-            return Difference(WORSE, f"its loss is not finite on {bad:,} of {self.count:,} examples, on which that of {before} is")
+            return Difference(
+                WORSE, f"its loss is not finite on {bad:,} of {self.count:,} examples, on which that of {before} is"
+            )
         change = self._estimates[name, before]
         verdict, text = _loss_text(change, self._estimates[before], self._estimates[name], self.unit)
         extra: dict[str, Any] = {}
         if self.confusions:
-            labels, after, earlier = (a[self.kept] for a in (self.scores.labels, self.scores.predicted[name], self.scores.predicted[before]))
-            gained, lost = int(((after == labels) & (earlier != labels)).sum()), int(((after != labels) & (earlier == labels)).sum())
+            labels, after, earlier = (
+                a[self.kept] for a in (self.scores.labels, self.scores.predicted[name], self.scores.predicted[before])
+            )
+            gained, lost = (
+                int(((after == labels) & (earlier != labels)).sum()),
+                int(((after != labels) & (earlier == labels)).sum()),
+            )
             shares, p_value = share_difference(gained, lost, self.count), mcnemar(gained, lost)
-            verdict, about = _accuracy_text(shares, float((earlier == labels).mean()), float((after == labels).mean()), gained, lost, p_value)
+            verdict, about = _accuracy_text(
+                shares, float((earlier == labels).mean()), float((after == labels).mean()), gained, lost, p_value
+            )
             text, extra = f"{about}; {text}", {"accuracy": shares, "gained": gained, "lost": lost, "p_value": p_value}
         return Difference(verdict, f"{text}, on {self.count:,} example{'s' * (self.count != 1)}", change, **extra)
 
@@ -217,7 +290,9 @@ class Comparison:
             inside = place == number
             found = ratio_estimates(np.stack([first, last, last - first], axis=1)[inside], self.targets[inside], draws)
             lengths, estimates = self.lengths[inside], dict(zip(("base", "newest", "change"), found, strict=True))
-            classes.append({"from": int(lengths.min()), "to": int(lengths.max()), "examples": int(inside.sum()), **estimates})
+            classes.append(
+                {"from": int(lengths.min()), "to": int(lengths.max()), "examples": int(inside.sum()), **estimates}
+            )
         return classes
 
 # %% ../nbs/08_comparisons.ipynb #8f4473ef
@@ -264,7 +339,11 @@ class Compared:
         about, rows = self.measured.about, self.measured.target.rows
         if about.get("trained_dataset") != self.measured.target.dataset:
             return 0
-        return int(np.any([(rows >= start) & (rows < end) for start, end in trained_spans(self.measured.models[-1])], axis=0).sum())
+        return int(
+            np.any(
+                [(rows >= start) & (rows < end) for start, end in trained_spans(self.measured.models[-1])], axis=0
+            ).sum()
+        )
 
     @cached_property
     def warnings(self) -> list[str]:
@@ -273,14 +352,18 @@ class Compared:
         if self.measured.about.get("adapter_active") is False:
             found.append("THE ADAPTER IS NOT ACTIVE, so the base is compared with itself")
         if self._seen:
-            found.append(f"TRAINED ON {self._seen:,} OF THE {len(self.measured.target.rows):,} EXAMPLES IT IS MEASURED ON, so this shows what it remembers")
+            found.append(
+                f"TRAINED ON {self._seen:,} OF THE {len(self.measured.target.rows):,} EXAMPLES IT IS MEASURED ON, so this shows what it remembers"
+            )
         return found
 
     @cached_property
     def headline(self) -> str:
         "The verdict on the target set in a line."
         to_base = self.target.newest.to_base
-        return ". ".join([*self.warnings, f"{self.verdict}: {to_base.text if to_base else 'only one model was measured'}"])
+        return ". ".join(
+            [*self.warnings, f"{self.verdict}: {to_base.text if to_base else 'only one model was measured'}"]
+        )
 
     @cached_property
     def forgetting_line(self) -> str:
@@ -309,11 +392,21 @@ class Compared:
         for comparison in filter(None, (self.target, self.forgetting)):
             found += comparison.remarks
             to_base = comparison.newest.to_base
-            if to_base and to_base.accuracy and to_base.loss and to_base.loss.excludes_zero and to_base.loss.value * to_base.accuracy.value > 0:
-                found.append(f"{comparison.scores.dataset}: accuracy and loss disagree. Where both rise, wrong answers are given with more confidence.")
+            if (
+                to_base
+                and to_base.accuracy
+                and to_base.loss
+                and to_base.loss.excludes_zero
+                and to_base.loss.value * to_base.accuracy.value > 0
+            ):
+                found.append(
+                    f"{comparison.scores.dataset}: accuracy and loss disagree. Where both rise, wrong answers are given with more confidence."
+                )
             for result in comparison.results[1:-1]:
                 if result.not_finite:
-                    found.append(f"{comparison.scores.dataset}: the loss of {result.name} is not finite on {result.not_finite:,} examples.")
+                    found.append(
+                        f"{comparison.scores.dataset}: the loss of {result.name} is not finite on {result.not_finite:,} examples."
+                    )
         if len(self.measured.models) > 2:
             found.append(
                 f"The verdict is about the newest of {len(self.measured.models) - 1} models. One interval in twenty misses what it should hold, "

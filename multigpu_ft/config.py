@@ -45,7 +45,9 @@ class NodesError(_Refusal):
     "Machines of one run that do not find each other."
 
 # %% ../nbs/00_config.ipynb #d0bd5457
-_SECRET_NAME = re.compile(r"^(?!max_new_tokens$)(.*_)?(token|api_?key|access_key|secret|password|passwd|credentials?)s?(_|$)", re.I)
+_SECRET_NAME = re.compile(
+    r"^(?!max_new_tokens$)(.*_)?(token|api_?key|access_key|secret|password|passwd|credentials?)s?(_|$)", re.I
+)
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}"
     r"|wandb_v1_\w{16,}|eyJ[\w-]{8,999}\.eyJ[\w-]{8,}\.[\w-]+)"
@@ -62,7 +64,9 @@ def refuse_secrets(values: dict[str, Any]) -> None:
     for name, value in values.items():
         if _SECRET_NAME.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)):  # hfToken is hf_Token
             raise ConfigError(f"{name!r} looks like a secret; {_SECRET_REMEDY}.")
-        if isinstance(value, str) and (_SECRET_VALUE.search(value) or (_BARE_HEX_KEY.match(value) and "revision" not in name)):
+        if isinstance(value, str) and (
+            _SECRET_VALUE.search(value) or (_BARE_HEX_KEY.match(value) and "revision" not in name)
+        ):
             raise ConfigError(f"the value of {name!r} has the shape of an access token; {_SECRET_REMEDY}.")
 
 
@@ -74,7 +78,15 @@ def hide_secrets(text: str) -> str:
     return _SECRET_VALUE.sub("***", text)
 
 # %% ../nbs/00_config.ipynb #d75e2439
-def _field(default: Any, group: str, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
+def _field(
+    default: Any,
+    group: str,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+) -> Any:
     return Field(default, description=help, ge=low, le=high, gt=above, json_schema_extra={"group": group})
 
 
@@ -82,8 +94,16 @@ BUILTIN_MODEL = "builtin:opt-tiny"
 BUILTIN_DATASET = "builtin:python-docs"
 _FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR = 1e-3, 2e-5, 2e-4
 _NO_END = 2**31  # rows; more than any dataset that is read by row numbers
-_NO_LIMIT = ("max_hours", "max_grad_norm", "disk_budget_gb")  # infinity, which JSON cannot write, is what empty means there
-_MAY_BE_NONE = ("max_grad_norm", "save_minutes", "eval_split")  # empty means something else than left out; papermill can say that with "none" only
+_NO_LIMIT = (
+    "max_hours",
+    "max_grad_norm",
+    "disk_budget_gb",
+)  # infinity, which JSON cannot write, is what empty means there
+_MAY_BE_NONE = (
+    "max_grad_norm",
+    "save_minutes",
+    "eval_split",
+)  # empty means something else than left out; papermill can say that with "none" only
 
 
 class RunConfig(BaseModel):
@@ -93,117 +113,243 @@ class RunConfig(BaseModel):
     Raises `ConfigError` for an unknown name, a value out of its bounds, settings that contradict each other, or a secret.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False
+    )
 
     run_root: str = _field("runs", "run", "folder that holds the run directories")
-    run_name: str | None = _field(None, "run", "name of the run directory; empty: model and slice. A number is added if it is taken")
+    run_name: str | None = _field(
+        None, "run", "name of the run directory; empty: model and slice. A number is added if it is taken"
+    )
     seed: int = _field(0, "run", "seed of the sample order and of every random number", low=0, high=2**31 - 1)
 
-    model: str = _field(BUILTIN_MODEL, "model", "Hub id or local folder of a causal language model, or builtin:opt-tiny")
+    model: str = _field(
+        BUILTIN_MODEL, "model", "Hub id or local folder of a causal language model, or builtin:opt-tiny"
+    )
     revision: str | None = _field(None, "model", "branch, tag or commit of the model on the Hub")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = _field("sdpa", "model", "attention kernel")
-    tuning: Literal["full", "lora", "qlora", "lora8bit"] = _field("full", "model", "train all weights, or an adapter on frozen ones, whole or in 4 or 8 bit")
+    tuning: Literal["full", "lora", "qlora", "lora8bit"] = _field(
+        "full", "model", "train all weights, or an adapter on frozen ones, whole or in 4 or 8 bit"
+    )
     lora_r: int = _field(8, "model", "rank of the adapter's matrices", low=1, high=1024)
     lora_alpha: float = _field(16, "model", "the adapter counts lora_alpha / lora_r times", above=0)
     lora_dropout: float = _field(0.05, "model", "dropout before the adapter", low=0, high=0.9)
-    lora_target_modules: str = _field("all-linear", "model", "linear layers with an adapter: all-linear, attention, query-value, or names with commas between")
-    quantization: Literal["auto", "none", "8bit", "4bit"] = _field("auto", "model", "an adapter's frozen weights; auto: as tuning says; lora: 8bit on one GPU")
+    lora_target_modules: str = _field(
+        "all-linear",
+        "model",
+        "linear layers with an adapter: all-linear, attention, query-value, or names with commas between",
+    )
+    quantization: Literal["auto", "none", "8bit", "4bit"] = _field(
+        "auto", "model", "an adapter's frozen weights; auto: as tuning says; lora: 8bit on one GPU"
+    )
     merge_adapter: bool = _field(False, "model", "also export the model with the adapter merged into its weights")
 
-    dataset: str = _field(BUILTIN_DATASET, "data", "Hub id, local .jsonl .json .csv .tsv .parquet .txt file, or builtin:python-docs")
+    dataset: str = _field(
+        BUILTIN_DATASET, "data", "Hub id, local .jsonl .json .csv .tsv .parquet .txt file, or builtin:python-docs"
+    )
     dataset_split: str = _field("train", "data", "split of a Hub dataset")
     dataset_revision: str | None = _field(None, "data", "branch, tag or commit of the dataset on the Hub")
-    task: Literal["causal-lm", "chat", "classification"] = _field("causal-lm", "data", "learn all tokens, the assistant's turns of conversations, or a label")
+    task: Literal["causal-lm", "chat", "classification"] = _field(
+        "causal-lm", "data", "learn all tokens, the assistant's turns of conversations, or a label"
+    )
     text_field: str = _field("text", "data", "column that holds the text")
     text_pair_field: str | None = _field(None, "data", "column of a second text, for classifying pairs")
     label_field: str = _field("label", "data", "column that holds the label, a whole number from 0 or 1 on or a name")
     messages_field: str = _field("messages", "data", "column that holds a conversation: a list of role and content")
     start_idx: int = _field(0, "data", "first row of the slice, in raw row order (rows)")
-    end_idx: int | None = _field(None, "data", "row after the slice's last; empty: start_idx + slice_size or the end of the data (rows)")
+    end_idx: int | None = _field(
+        None, "data", "row after the slice's last; empty: start_idx + slice_size or the end of the data (rows)"
+    )
     slice_size: int = _field(5000, "data", "rows of a slice when end_idx is empty (rows)", low=1)
-    eval_dataset: str | None = _field(None, "data", "data to evaluate on, of the same fields; empty: the dataset itself if eval_split is given, else none")
+    eval_dataset: str | None = _field(
+        None,
+        "data",
+        "data to evaluate on, of the same fields; empty: the dataset itself if eval_split is given, else none",
+    )
     eval_split: str | None = _field(None, "data", "split of a Hub dataset to evaluate on; empty: validation")
-    eval_start_idx: int | None = _field(None, "data", "first row to evaluate on; without eval_dataset a held-out slice of the dataset (rows)", low=0)
-    eval_end_idx: int | None = _field(None, "data", "row after the last to evaluate on; empty: the end of that data (rows)", low=1)
+    eval_start_idx: int | None = _field(
+        None, "data", "first row to evaluate on; without eval_dataset a held-out slice of the dataset (rows)", low=0
+    )
+    eval_end_idx: int | None = _field(
+        None, "data", "row after the last to evaluate on; empty: the end of that data (rows)", low=1
+    )
     max_length: int = _field(512, "data", "longest sequence; longer texts are cut (tokens)", low=2)
     packing: Literal["auto", "packed", "bucketed", "padded"] = _field(
-        "auto", "data", "several texts in a row, texts of like length together, or texts as they come; auto: the faster one that is exact for the model"
+        "auto",
+        "data",
+        "several texts in a row, texts of like length together, or texts as they come; auto: the faster one that is exact for the model",
     )
 
     num_epochs: int = _field(1, "training", "passes over the slice (epochs)", low=1)
-    initial_epoch: int = _field(1, "training", "number of the first epoch on this slice; raise it to train further epochs later", low=1)
-    max_steps: int | None = _field(None, "training", "stop after this many optimizer steps of this run; empty: no limit (steps)", low=1)
-    batch_size: int = _field(4, "training", "rows of a micro-batch on one GPU: texts if padded, else packed or bucketed up to max_length tokens (rows)", low=1)
+    initial_epoch: int = _field(
+        1, "training", "number of the first epoch on this slice; raise it to train further epochs later", low=1
+    )
+    max_steps: int | None = _field(
+        None, "training", "stop after this many optimizer steps of this run; empty: no limit (steps)", low=1
+    )
+    batch_size: int = _field(
+        4,
+        "training",
+        "rows of a micro-batch on one GPU: texts if padded, else packed or bucketed up to max_length tokens (rows)",
+        low=1,
+    )
     accum_steps: int = _field(1, "training", "micro-batches accumulated for one optimizer step", low=1)
     learning_rate: float = _field(
-        None, "training",
+        None,
+        "training",
         f"peak learning rate; empty: {_FROM_SCRATCH_LR:g} for a builtin model, {_PRETRAINED_LR:g} for a pretrained one, {_ADAPTER_LR:g} for an adapter",
-        above=0, high=1,
+        above=0,
+        high=1,
     )
-    lr_scheduler: Literal["constant", "linear", "cosine"] = _field("constant", "training", "course of the learning rate after the warm-up")
-    warmup_steps: int = _field(0, "training", "steps of linear warm-up, once per optimizer, not per slice (steps)", low=0)
-    schedule_start_idx: int = _field(0, "training", "first row of the slices that one learning-rate schedule spans (rows)", low=0)
-    schedule_end_idx: int | None = _field(None, "training", "row after the last of that series; empty: each slice has its own schedule (rows)", low=1)
-    optimizer: Literal["adamw", "adamw_8bit"] = _field("adamw", "training", "AdamW fused in fp32, or with 8-bit moments (bitsandbytes; single and ddp)")
-    weight_decay: float = _field(0.01, "training", "decoupled weight decay of AdamW, for matrices; biases and norms have none", low=0, high=1)
-    max_grad_norm: float | None = _field(1.0, "training", "clip the global gradient norm to this; empty: no clipping", above=0)
+    lr_scheduler: Literal["constant", "linear", "cosine"] = _field(
+        "constant", "training", "course of the learning rate after the warm-up"
+    )
+    warmup_steps: int = _field(
+        0, "training", "steps of linear warm-up, once per optimizer, not per slice (steps)", low=0
+    )
+    schedule_start_idx: int = _field(
+        0, "training", "first row of the slices that one learning-rate schedule spans (rows)", low=0
+    )
+    schedule_end_idx: int | None = _field(
+        None, "training", "row after the last of that series; empty: each slice has its own schedule (rows)", low=1
+    )
+    optimizer: Literal["adamw", "adamw_8bit"] = _field(
+        "adamw", "training", "AdamW fused in fp32, or with 8-bit moments (bitsandbytes; single and ddp)"
+    )
+    weight_decay: float = _field(
+        0.01, "training", "decoupled weight decay of AdamW, for matrices; biases and norms have none", low=0, high=1
+    )
+    max_grad_norm: float | None = _field(
+        1.0, "training", "clip the global gradient norm to this; empty: no clipping", above=0
+    )
 
     strategy: Literal["auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"] = _field(
-        "auto", "parallelism", "how GPUs share work; auto: single on one, ddp if it fits, else fsdp. accelerate: Accelerate's ddp; zero1 to zero3: DeepSpeed's"
+        "auto",
+        "parallelism",
+        "how GPUs share work; auto: single on one, ddp if it fits, else fsdp. accelerate: Accelerate's ddp; zero1 to zero3: DeepSpeed's",
     )
     sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = _field(
-        "full_shard", "parallelism", "what fsdp shards: all; only gradients and optimizer state; or, hybrid, all inside each node, with a replica on every node"
+        "full_shard",
+        "parallelism",
+        "what fsdp shards: all; only gradients and optimizer state; or, hybrid, all inside each node, with a replica on every node",
     )
     communication: Literal["auto", "window", "micro_batch"] = _field(
-        "auto", "parallelism", "fsdp gathers parameters and reduces gradients once per accumulation window or per micro-batch; auto: window where memory allows"
+        "auto",
+        "parallelism",
+        "fsdp gathers parameters and reduces gradients once per accumulation window or per micro-batch; auto: window where memory allows",
     )
-    deepspeed_config: str | None = _field(None, "parallelism", "DeepSpeed JSON, a file or its text, with further settings for zero1 to zero3; empty: none")
-    nproc: int | None = _field(None, "parallelism", "processes on each node; empty: one per GPU, or 2 without a GPU", low=1, high=64)
-    nnodes: int = _field(1, "parallelism", "machines that train together; each is told its node_rank and rdzv, node 0's address", low=1, high=4096)
+    deepspeed_config: str | None = _field(
+        None, "parallelism", "DeepSpeed JSON, a file or its text, with further settings for zero1 to zero3; empty: none"
+    )
+    nproc: int | None = _field(
+        None, "parallelism", "processes on each node; empty: one per GPU, or 2 without a GPU", low=1, high=64
+    )
+    nnodes: int = _field(
+        1,
+        "parallelism",
+        "machines that train together; each is told its node_rank and rdzv, node 0's address",
+        low=1,
+        high=4096,
+    )
     timeout_s: int = _field(600, "parallelism", "longest wait for another rank in a collective (seconds)", low=5)
     join_timeout_s: int = _field(600, "parallelism", "longest wait for another node at the beginning (seconds)", low=5)
-    max_restarts: int = _field(0, "parallelism", "times that ranks which failed are started again, from the newest checkpoint", low=0)
+    max_restarts: int = _field(
+        0, "parallelism", "times that ranks which failed are started again, from the newest checkpoint", low=0
+    )
 
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = _field("auto", "memory", "compute dtype; auto: bf16 from compute capability 8.0, else fp16, fp32 on a CPU")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = _field(
+        "auto", "memory", "compute dtype; auto: bf16 from compute capability 8.0, else fp16, fp32 on a CPU"
+    )
     activation_checkpointing: Literal["auto", "none", "full"] | Annotated[int, Field(ge=2)] = _field(
-        "auto", "memory", "blocks that compute their activations again in the backward pass: none, full, a number k for every k-th; auto: as few as fit"
+        "auto",
+        "memory",
+        "blocks that compute their activations again in the backward pass: none, full, a number k for every k-th; auto: as few as fit",
     )
     offload: Literal["none", "optimizer", "all"] = _field(
-        "none", "memory", "what zero keeps in host memory: the optimizer and its fp32 weights (zero1 to zero3), or parameters too (zero3)"
+        "none",
+        "memory",
+        "what zero keeps in host memory: the optimizer and its fp32 weights (zero1 to zero3), or parameters too (zero3)",
     )
     memory_check: Literal["refuse", "warn", "off"] = _field(
-        "refuse", "memory", "before a run on GPUs, estimate its memory and refuse what cannot fit, say so only, or do not estimate"
+        "refuse",
+        "memory",
+        "before a run on GPUs, estimate its memory and refuse what cannot fit, say so only, or do not estimate",
     )
     compile: bool = _field(False, "memory", "compile the transformer blocks: faster steps after minutes of compiling")
 
     resume_file: str = _field(
-        "auto", "checkpoint",
+        "auto",
+        "checkpoint",
         "auto (newest of this model and dataset under run_root), none, a checkpoint's name or path, a .pt file with MODEL_STATE, or hub:user/repo[@name]",
     )
     resume_scope: Literal["all", "weights"] = _field(
-        "all", "checkpoint", "what to take from a checkpoint: everything, or only the weights, with a new optimizer and schedule"
+        "all",
+        "checkpoint",
+        "what to take from a checkpoint: everything, or only the weights, with a new optimizer and schedule",
     )
-    save_every: int | None = _field(None, "checkpoint", "optimizer steps between two checkpoints; empty: by time and at the ends of epochs only (steps)", low=1)
-    save_minutes: float | None = _field(30, "checkpoint", "minutes between two checkpoints; empty: by steps and at the ends of epochs only (minutes)", above=0)
-    keep: int = _field(2, "checkpoint", "newest checkpoints that are kept, of this run and those it continues from", low=1)
-    disk_budget_gb: float | None = _field(None, "checkpoint", "most that checkpoints may take on the disk, one being written too; empty: any (GB)", above=0)
+    save_every: int | None = _field(
+        None,
+        "checkpoint",
+        "optimizer steps between two checkpoints; empty: by time and at the ends of epochs only (steps)",
+        low=1,
+    )
+    save_minutes: float | None = _field(
+        30,
+        "checkpoint",
+        "minutes between two checkpoints; empty: by steps and at the ends of epochs only (minutes)",
+        above=0,
+    )
+    keep: int = _field(
+        2, "checkpoint", "newest checkpoints that are kept, of this run and those it continues from", low=1
+    )
+    disk_budget_gb: float | None = _field(
+        None,
+        "checkpoint",
+        "most that checkpoints may take on the disk, one being written too; empty: any (GB)",
+        above=0,
+    )
     save_failure: Literal["continue", "stop"] = _field(
-        "continue", "checkpoint", "when a checkpoint cannot be written: go on and say so, or stop; the last one of a run must succeed in any case"
+        "continue",
+        "checkpoint",
+        "when a checkpoint cannot be written: go on and say so, or stop; the last one of a run must succeed in any case",
     )
-    keep_best: bool = _field(False, "checkpoint", "save where the evaluation loss is lowest, keep that one beside the newest, and export it at the end")
+    keep_best: bool = _field(
+        False,
+        "checkpoint",
+        "save where the evaluation loss is lowest, keep that one beside the newest, and export it at the end",
+    )
     hf_repo: str | None = _field(
-        None, "checkpoint", "Hub repository user/name that gets checkpoints and the exported model; needs HF_TOKEN. Empty: RESULT_MODEL_ID of the environment"
+        None,
+        "checkpoint",
+        "Hub repository user/name that gets checkpoints and the exported model; needs HF_TOKEN. Empty: RESULT_MODEL_ID of the environment",
     )
     hf_private: bool = _field(True, "checkpoint", "make hf_repo private where it does not exist yet")
 
-    tracker: str = _field("none", "tracking", "wandb, tensorboard, both with a comma between, or none, beside metrics.jsonl")
-    histogram_every: int | None = _field(None, "tracking", "steps between two histograms of gradients and parameters for tracker; empty: none (steps)", low=1)
+    tracker: str = _field(
+        "none", "tracking", "wandb, tensorboard, both with a comma between, or none, beside metrics.jsonl"
+    )
+    histogram_every: int | None = _field(
+        None,
+        "tracking",
+        "steps between two histograms of gradients and parameters for tracker; empty: none (steps)",
+        low=1,
+    )
     log_artifacts: bool = _field(False, "tracking", "give W&B each checkpoint as an artifact")
-    max_hours: float | None = _field(None, "tracking", "stop in time to save before this many hours since launch; empty: no limit (hours)", above=0)
+    max_hours: float | None = _field(
+        None, "tracking", "stop in time to save before this many hours since launch; empty: no limit (hours)", above=0
+    )
     log_every: int = _field(1, "tracking", "steps between two lines of metrics.jsonl (steps)", low=1)
-    eval_every: int | None = _field(None, "tracking", "steps between two evaluations; empty: at the start and at the ends of epochs only (steps)", low=1)
+    eval_every: int | None = _field(
+        None,
+        "tracking",
+        "steps between two evaluations; empty: at the start and at the ends of epochs only (steps)",
+        low=1,
+    )
     patience: int | None = _field(
-        None, "tracking", "stop after so many evaluations in a row without a lower loss, and take the best one (keep_best); empty: never (evaluations)", low=1
+        None,
+        "tracking",
+        "stop after so many evaluations in a row without a lower loss, and take the best one (keep_best); empty: never (evaluations)",
+        low=1,
     )
 
     def __init__(self, /, **values: Any) -> None:
@@ -216,10 +362,19 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _resolve_learning_rate(cls, values: dict[str, Any]) -> dict[str, Any]:
-        values = {k: None if (v == "none" and k in _MAY_BE_NONE) or (k in _NO_LIMIT and v == float("inf")) else v for k, v in values.items()}
+        values = {
+            k: None if (v == "none" and k in _MAY_BE_NONE) or (k in _NO_LIMIT and v == float("inf")) else v
+            for k, v in values.items()
+        }
         if values.get("learning_rate") is None:
             scratch = str(values.get("model", BUILTIN_MODEL)).startswith("builtin:")
-            default = _ADAPTER_LR if values.get("tuning", "full") != "full" else _FROM_SCRATCH_LR if scratch else _PRETRAINED_LR
+            default = (
+                _ADAPTER_LR
+                if values.get("tuning", "full") != "full"
+                else _FROM_SCRATCH_LR
+                if scratch
+                else _PRETRAINED_LR
+            )
             values = {**values, "learning_rate": default}
         return values
 
@@ -235,19 +390,31 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
         if self.strategy == "single" and (self.nproc or 1) > 1:
-            raise ValueError(f"strategy='single' runs 1 process, nproc asks for {self.nproc}; use strategy='ddp' or 'fsdp', or nproc=1")
+            raise ValueError(
+                f"strategy='single' runs 1 process, nproc asks for {self.nproc}; use strategy='ddp' or 'fsdp', or nproc=1"
+            )
         if self.strategy == "single" and self.nnodes > 1:
-            raise ValueError(f"strategy='single' runs 1 process, but nnodes={self.nnodes} machines are to train together; use strategy='ddp' or 'fsdp'")
+            raise ValueError(
+                f"strategy='single' runs 1 process, but nnodes={self.nnodes} machines are to train together; use strategy='ddp' or 'fsdp'"
+            )
         if self.sharding == "hybrid_shard" and self.strategy not in ("auto", "fsdp"):
-            raise ValueError(f"sharding='hybrid_shard' is a way of fsdp, not of strategy={self.strategy!r}; use strategy='fsdp'")
+            raise ValueError(
+                f"sharding='hybrid_shard' is a way of fsdp, not of strategy={self.strategy!r}; use strategy='fsdp'"
+            )
         if self.run_name and not re.fullmatch(r"(?!\.+$)[\w.-]{1,120}", self.run_name):
-            raise ValueError(f"run_name={self.run_name!r} may hold letters, digits, '.', '_' and '-' only, 120 at most, since it names a folder")
+            raise ValueError(
+                f"run_name={self.run_name!r} may hold letters, digits, '.', '_' and '-' only, 120 at most, since it names a folder"
+            )
         if self.optimizer == "adamw_8bit" and self.strategy == "fsdp":
-            raise ValueError("optimizer='adamw_8bit' keeps its state in blocks that cannot be sharded; use strategy='ddp' or 'single', or optimizer='adamw'")
+            raise ValueError(
+                "optimizer='adamw_8bit' keeps its state in blocks that cannot be sharded; use strategy='ddp' or 'single', or optimizer='adamw'"
+            )
         self._check_tuning()
         self._check_zero()
         if self.task == "classification" and self.packing == "packed":
-            raise ValueError("packing='packed' puts several texts into a row, which has one label; use packing='auto', 'padded' or 'bucketed'")
+            raise ValueError(
+                "packing='packed' puts several texts into a row, which has one label; use packing='auto', 'padded' or 'bucketed'"
+            )
         self._check_evaluation()
         self._check_tracking()
         if self.hf_repo and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.hf_repo):
@@ -258,7 +425,9 @@ class RunConfig(BaseModel):
                 "widen schedule_start_idx and schedule_end_idx to the whole series of slices"
             )
         if self.max_steps and self.warmup_steps > self.max_steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps} is beyond max_steps={self.max_steps}; the peak rate would never be reached")
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} is beyond max_steps={self.max_steps}; the peak rate would never be reached"
+            )
         return self
 
     @property
@@ -270,19 +439,27 @@ class RunConfig(BaseModel):
         if not self.zero_stage:
             for name in ("offload", "deepspeed_config"):
                 if getattr(self, name) not in (None, "none"):
-                    raise ValueError(f"{name}={getattr(self, name)!r} is for zero1 to zero3, not for strategy={self.strategy!r}; use strategy='zero2'")
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} is for zero1 to zero3, not for strategy={self.strategy!r}; use strategy='zero2'"
+                    )
             return
         if self.offload == "all" and self.zero_stage < 3:
-            raise ValueError(f"offload='all' moves parameters, which {self.strategy} keeps whole on every GPU; use strategy='zero3', or offload='optimizer'")
+            raise ValueError(
+                f"offload='all' moves parameters, which {self.strategy} keeps whole on every GPU; use strategy='zero3', or offload='optimizer'"
+            )
         if self.optimizer == "adamw_8bit":
-            raise ValueError(f"optimizer='adamw_8bit' keeps its state in blocks that {self.strategy} cannot cut; use optimizer='adamw', or strategy='ddp'")
+            raise ValueError(
+                f"optimizer='adamw_8bit' keeps its state in blocks that {self.strategy} cannot cut; use optimizer='adamw', or strategy='ddp'"
+            )
         if self.zero_stage == 3 and self.quantized:
             raise ValueError(
                 "zero3 cuts weights into flat pieces and casts them, which packed 4-bit and 8-bit weights do not survive; use strategy='fsdp' with "
                 "tuning='qlora', strategy='ddp', or tuning='lora' with quantization='none'"
             )
         if self.zero_stage == 3 and self.compile:
-            raise ValueError("compile=True does not see the hooks with which zero3 gathers weights; use compile=False, or strategy='fsdp'")
+            raise ValueError(
+                "compile=True does not see the hooks with which zero3 gathers weights; use compile=False, or strategy='fsdp'"
+            )
 
     def _check_evaluation(self) -> None:
         for name in ("eval_every", "patience", "keep_best", "eval_end_idx"):
@@ -293,10 +470,14 @@ class RunConfig(BaseModel):
                 )
         first, end = self.eval_start_idx or 0, self.eval_end_idx or _NO_END
         if first >= end:
-            raise ValueError(f"eval_start_idx={first}, eval_end_idx={end}: that slice is empty; eval_start_idx must be below eval_end_idx")
+            raise ValueError(
+                f"eval_start_idx={first}, eval_end_idx={end}: that slice is empty; eval_start_idx must be below eval_end_idx"
+            )
         if not self.held_out:
             return
-        if first <= self.start_idx < end or (self.end_idx is not None and self.start_idx < end and first < self.end_idx):
+        if first <= self.start_idx < end or (
+            self.end_idx is not None and self.start_idx < end and first < self.end_idx
+        ):
             raise ValueError(
                 f"rows of {self.dataset} would be trained and evaluated on: start_idx={self.start_idx}, end_idx={self.end_idx}, held out are those "
                 f"from eval_start_idx={first} to eval_end_idx={self.eval_end_idx or '(end)'}; choose two ranges that do not overlap"
@@ -305,11 +486,17 @@ class RunConfig(BaseModel):
     def _check_tracking(self) -> None:
         unknown = [name for name in self.trackers if name not in ("wandb", "tensorboard")]
         if unknown:
-            raise ValueError(f"tracker={self.tracker!r}: {unknown[0]!r} is none; the trackers are wandb and tensorboard, both with a comma between, or none")
+            raise ValueError(
+                f"tracker={self.tracker!r}: {unknown[0]!r} is none; the trackers are wandb and tensorboard, both with a comma between, or none"
+            )
         if self.log_artifacts and "wandb" not in self.trackers:
-            raise ValueError(f"log_artifacts=True, but tracker={self.tracker!r}; artifacts go to W&B, use tracker='wandb'")
+            raise ValueError(
+                f"log_artifacts=True, but tracker={self.tracker!r}; artifacts go to W&B, use tracker='wandb'"
+            )
         if self.histogram_every and not self.trackers:
-            raise ValueError(f"histogram_every={self.histogram_every}, but tracker='none' shows no histograms; use tracker='wandb' or 'tensorboard'")
+            raise ValueError(
+                f"histogram_every={self.histogram_every}, but tracker='none' shows no histograms; use tracker='wandb' or 'tensorboard'"
+            )
 
     @property
     def evaluates(self) -> bool:
@@ -324,7 +511,9 @@ class RunConfig(BaseModel):
     @property
     def held_out(self) -> tuple[int, int] | None:
         "First row, and row after the last, of the slice of `dataset` itself that is evaluated on; `None` if other data is."
-        here = self.eval_start_idx is not None and not self.eval_dataset and self.eval_split in (None, self.dataset_split)
+        here = (
+            self.eval_start_idx is not None and not self.eval_dataset and self.eval_split in (None, self.dataset_split)
+        )
         return (self.eval_start_idx, self.eval_end_idx or _NO_END) if here else None
 
     @property
@@ -340,22 +529,34 @@ class RunConfig(BaseModel):
 
     def _check_tuning(self) -> None:
         if self.quantized and self.quantization not in ("auto", self.quantized):
-            raise ValueError(f"quantization={self.quantization!r}, but tuning={self.tuning!r} means {self.quantized!r}; leave it on 'auto', or tuning='lora'")
+            raise ValueError(
+                f"quantization={self.quantization!r}, but tuning={self.tuning!r} means {self.quantized!r}; leave it on 'auto', or tuning='lora'"
+            )
         if self.tuning == "full" and self.quantized:
             adapter = "qlora" if self.quantized == "4bit" else "lora8bit"
-            raise ValueError(f"weights in {self.quantized} cannot be trained themselves; use tuning={adapter!r}, which trains an adapter on them")
+            raise ValueError(
+                f"weights in {self.quantized} cannot be trained themselves; use tuning={adapter!r}, which trains an adapter on them"
+            )
         if self.tuning == "full" and self.merge_adapter:
-            raise ValueError("merge_adapter=True, but tuning='full' has no adapter; its export is the whole model as it is")
+            raise ValueError(
+                "merge_adapter=True, but tuning='full' has no adapter; its export is the whole model as it is"
+            )
         if self.quantized == "8bit" and self.strategy == "fsdp":
-            raise ValueError("8-bit weights keep their scales outside the tensor that fsdp shards; use tuning='qlora' with fsdp, or strategy='ddp' or 'single'")
+            raise ValueError(
+                "8-bit weights keep their scales outside the tensor that fsdp shards; use tuning='qlora' with fsdp, or strategy='ddp' or 'single'"
+            )
         if self.quantized and self.compile:
-            raise ValueError(f"compile=True does not work on weights in {self.quantized}; use compile=False, or quantization='none'")
+            raise ValueError(
+                f"compile=True does not work on weights in {self.quantized}; use compile=False, or quantization='none'"
+            )
 
     def __repr_args__(self):
         "Only what differs from the defaults, so that a cell's output stays readable."
         plain = type(self).model_construct()
         for name, value in super().__repr_args__():
-            usual = (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR) if name == "learning_rate" else (getattr(plain, name),)
+            usual = (
+                (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR) if name == "learning_rate" else (getattr(plain, name),)
+            )
             if value not in usual:
                 yield name, value
 
@@ -363,7 +564,9 @@ class RunConfig(BaseModel):
     def preset(cls, name: str, /, **overrides: Any) -> RunConfig:
         "The preset `name` with `overrides` on top. Raises `ConfigError` for an unknown name; `PRESETS` lists them."
         if name not in PRESETS:
-            raise ConfigError(f"there is no preset {name!r}{did_you_mean(str(name), PRESETS)}; the presets are: {', '.join(PRESETS)}.")
+            raise ConfigError(
+                f"there is no preset {name!r}{did_you_mean(str(name), PRESETS)}; the presets are: {', '.join(PRESETS)}."
+            )
         return cls(**{**PRESETS[name], **overrides})
 
     @classmethod
@@ -381,7 +584,10 @@ class RunConfig(BaseModel):
     def replace(self, /, **changes: Any) -> RunConfig:
         "A copy with `changes`, validated anew. With another `model` or `tuning`, a learning rate that was the default becomes theirs."
         values = self.model_dump()
-        if changes.keys() & {"model", "tuning"} and self.learning_rate == RunConfig(model=self.model, tuning=self.tuning).learning_rate:
+        if (
+            changes.keys() & {"model", "tuning"}
+            and self.learning_rate == RunConfig(model=self.model, tuning=self.tuning).learning_rate
+        ):
             del values["learning_rate"]
         return type(self)(**{**values, **changes})
 
@@ -390,7 +596,11 @@ class RunConfig(BaseModel):
 
         The check waits until the length is known, so that one message can name both."""
         first_held_out = self.held_out[0] if self.held_out and self.start_idx < self.held_out[0] else num_rows
-        end = self.end_idx if self.end_idx is not None else min(self.start_idx + self.slice_size, num_rows, first_held_out)
+        end = (
+            self.end_idx
+            if self.end_idx is not None
+            else min(self.start_idx + self.slice_size, num_rows, first_held_out)
+        )
         where = f"slice {self.start_idx}-{self.end_idx if self.end_idx is not None else '(end)'} of {self.dataset}, which has {num_rows:,} rows"
         if not num_rows:
             raise DataError(f"{self.dataset} has no rows.")
@@ -407,7 +617,11 @@ class RunConfig(BaseModel):
 
 def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
     "What a parameters cell sets: text, numbers, truth values and `None` of `namespace`, its `globals()`, without leading underscores. Refuses secrets."
-    named = {k: v for k, v in namespace.items() if not k.startswith(("_", "PAPERMILL_")) and (v is None or isinstance(v, (str, int, float, bool)))}
+    named = {
+        k: v
+        for k, v in namespace.items()
+        if not k.startswith(("_", "PAPERMILL_")) and (v is None or isinstance(v, (str, int, float, bool)))
+    }
     refuse_secrets(named)
     return named
 
@@ -425,7 +639,9 @@ def _explain(error: ValidationError) -> str:
     for e in error.errors():
         name = str(e["loc"][0]) if e["loc"] else ""
         if e["type"] == "extra_forbidden":
-            lines.append(f"unknown parameter {name!r}{did_you_mean(name, RunConfig.model_fields)}; `RunConfig.model_fields` lists the known ones.")
+            lines.append(
+                f"unknown parameter {name!r}{did_you_mean(name, RunConfig.model_fields)}; `RunConfig.model_fields` lists the known ones."
+            )
         elif name not in RunConfig.model_fields:
             lines.append(f"{e.get('ctx', e).get('error', e['msg'])}.")
         else:
@@ -436,30 +652,80 @@ def _explain(error: ValidationError) -> str:
 
 # %% ../nbs/00_config.ipynb #9f468b38
 _SST2 = {
-    "task": "classification", "dataset": "stanfordnlp/sst2", "text_field": "sentence", "eval_split": "validation", "slice_size": 100_000, "max_length": 128,
+    "task": "classification",
+    "dataset": "stanfordnlp/sst2",
+    "text_field": "sentence",
+    "eval_split": "validation",
+    "slice_size": 100_000,
+    "max_length": 128,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "opt-1.3b-arxiv": {
-        "model": "facebook/opt-1.3b", "dataset": "ash001/arxiv-abstract", "strategy": "fsdp", "sharding": "full_shard", "dtype": "fp16", "batch_size": 4,
-        "accum_steps": 8, "learning_rate": 5e-6, "max_length": 512, "activation_checkpointing": "full", "max_grad_norm": 1.0,
+        "model": "facebook/opt-1.3b",
+        "dataset": "ash001/arxiv-abstract",
+        "strategy": "fsdp",
+        "sharding": "full_shard",
+        "dtype": "fp16",
+        "batch_size": 4,
+        "accum_steps": 8,
+        "learning_rate": 5e-6,
+        "max_length": 512,
+        "activation_checkpointing": "full",
+        "max_grad_norm": 1.0,
     },
     "qwen3-lora-chat": {
-        "model": "Qwen/Qwen3-0.6B", "task": "chat", "dataset": "HuggingFaceH4/ultrachat_200k", "dataset_split": "train_sft", "tuning": "lora",
-        "quantization": "none", "strategy": "ddp", "lora_r": 16, "lora_alpha": 32, "batch_size": 2, "accum_steps": 4, "max_length": 1024,
-        "lr_scheduler": "cosine", "warmup_steps": 10,
+        "model": "Qwen/Qwen3-0.6B",
+        "task": "chat",
+        "dataset": "HuggingFaceH4/ultrachat_200k",
+        "dataset_split": "train_sft",
+        "tuning": "lora",
+        "quantization": "none",
+        "strategy": "ddp",
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "batch_size": 2,
+        "accum_steps": 4,
+        "max_length": 1024,
+        "lr_scheduler": "cosine",
+        "warmup_steps": 10,
     },
     "qwen3-14b-qlora": {
-        "model": "Qwen/Qwen3-14B", "task": "chat", "dataset": "HuggingFaceH4/ultrachat_200k", "dataset_split": "train_sft", "tuning": "qlora",
-        "strategy": "fsdp", "lora_r": 16, "lora_alpha": 32, "batch_size": 1, "accum_steps": 8, "max_length": 1024,
-        "activation_checkpointing": "full", "communication": "micro_batch", "lr_scheduler": "cosine", "warmup_steps": 10,
+        "model": "Qwen/Qwen3-14B",
+        "task": "chat",
+        "dataset": "HuggingFaceH4/ultrachat_200k",
+        "dataset_split": "train_sft",
+        "tuning": "qlora",
+        "strategy": "fsdp",
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "batch_size": 1,
+        "accum_steps": 8,
+        "max_length": 1024,
+        "activation_checkpointing": "full",
+        "communication": "micro_batch",
+        "lr_scheduler": "cosine",
+        "warmup_steps": 10,
     },
     "bert-sst2-lora": {
-        **_SST2, "model": "google-bert/bert-base-uncased", "tuning": "lora", "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05,
-        "lora_target_modules": "query,value", "batch_size": 64, "learning_rate": 2e-4,
+        **_SST2,
+        "model": "google-bert/bert-base-uncased",
+        "tuning": "lora",
+        "lora_r": 8,
+        "lora_alpha": 16,
+        "lora_dropout": 0.05,
+        "lora_target_modules": "query,value",
+        "batch_size": 64,
+        "learning_rate": 2e-4,
     },
-    "distilbert-sst2": {**_SST2, "model": "distilbert/distilbert-base-uncased", "batch_size": 16, "lr_scheduler": "linear", "warmup_steps": 0},
+    "distilbert-sst2": {
+        **_SST2,
+        "model": "distilbert/distilbert-base-uncased",
+        "batch_size": 16,
+        "lr_scheduler": "linear",
+        "warmup_steps": 0,
+    },
 }
 
 PRESET_NEEDS = {  # beside the packages, the Hub (or copies in folders) and, without a GPU, patience

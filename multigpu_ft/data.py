@@ -66,8 +66,15 @@ def _paragraphs(text: str, limit: int = 300) -> Iterator[str]:
 
 def _make_corpus() -> None:
     topics = importlib.import_module("pydoc_data.topics").topics
-    texts = [piece for text in [*_docstrings(), *topics.values()] for piece in _paragraphs(str(text)) if len(piece.strip()) >= 20]
-    replace_file(cache_dir() / "python-docs.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in dict.fromkeys(texts)))
+    texts = [
+        piece
+        for text in [*_docstrings(), *topics.values()]
+        for piece in _paragraphs(str(text))
+        if len(piece.strip()) >= 20
+    ]
+    replace_file(
+        cache_dir() / "python-docs.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in dict.fromkeys(texts))
+    )
 
 
 def builtin_corpus() -> list[str]:
@@ -86,7 +93,9 @@ def cache_dir() -> Path:
             folder = Path(base) / "multigpu_ft" / python
             folder.mkdir(parents=True, exist_ok=True)
             return folder
-    raise DataError("no folder to keep the built-in corpus in: neither the home nor the temporary folder can be written; set XDG_CACHE_HOME.")
+    raise DataError(
+        "no folder to keep the built-in corpus in: neither the home nor the temporary folder can be written; set XDG_CACHE_HOME."
+    )
 
 
 def _first_existing(path: Path) -> Path:
@@ -103,7 +112,11 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _why(error: Exception) -> str:
     "Beside what is no JSON, a number of thousands of digits or thousands of brackets cannot be read."
-    return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error).partition(";")[0]
+    return (
+        f"{error.msg} at column {error.colno}"
+        if isinstance(error, json.JSONDecodeError)
+        else str(error).partition(";")[0]
+    )
 
 
 def _read_jsonl(path: Path, start: int, end: int) -> Iterator[tuple[int | None, dict]]:
@@ -115,7 +128,9 @@ def _read_jsonl(path: Path, start: int, end: int) -> Iterator[tuple[int | None, 
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}: not valid JSON ({_why(error)}): {line.strip()[:60]!r}") from None
+                raise DataError(
+                    f"{path}, line {number}: not valid JSON ({_why(error)}): {line.strip()[:60]!r}"
+                ) from None
             if not isinstance(value, dict):
                 raise DataError(f"{path}, line {number}: a row must be a JSON object, this is {line.strip()[:60]!r}")
             yield number, value
@@ -129,7 +144,9 @@ def _read_json(path: Path, start: int, end: int) -> Iterator[tuple[int | None, d
         if isinstance(error, DataError):
             raise
         where = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise DataError(f"{path}{where}: not valid JSON ({_why(error)}); is it one object a line? Then name it .jsonl.") from None
+        raise DataError(
+            f"{path}{where}: not valid JSON ({_why(error)}); is it one object a line? Then name it .jsonl."
+        ) from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path} must hold a list of objects, [{{...}}, {{...}}].")
     yield from ((None, row) for row in rows[start:end])
@@ -138,16 +155,25 @@ def _read_json(path: Path, start: int, end: int) -> Iterator[tuple[int | None, d
 def _read_csv(path: Path, start: int, end: int) -> Iterator[tuple[int | None, dict]]:
     # quotes are plain characters in the tab-separated files of the field (SST-2, GLUE), and quoting in comma-separated ones
     tabs = path.suffix == ".tsv"
-    reader = csv.DictReader(_lines(path), delimiter="\t" if tabs else ",", quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL, strict=not tabs)
+    reader = csv.DictReader(
+        _lines(path),
+        delimiter="\t" if tabs else ",",
+        quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
+        strict=not tabs,
+    )
     csv.field_size_limit(2**27)
     try:
         names = reader.fieldnames or []
         if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
-            raise DataError(f"{path}: the header names {len(names)} columns, {twice[0]!r} twice; give each a name of its own.")
+            raise DataError(
+                f"{path}: the header names {len(names)} columns, {twice[0]!r} twice; give each a name of its own."
+            )
         for row, record in enumerate(reader):
             if start <= row < end:
                 if None in record or None in record.values():
-                    raise DataError(f"{path}, line {reader.line_num}: {len(reader.fieldnames)} columns in the header, another number in this row.")
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: {len(reader.fieldnames)} columns in the header, another number in this row."
+                    )
                 yield reader.line_num, record
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: {error}.") from None
@@ -183,13 +209,22 @@ def _read_parquet(path: Path, start: int, end: int) -> Iterator[tuple[int | None
                 break
             if row + len(batch) > start:
                 batch.validate(full=True)
-                yield from ((None, value) for value in batch.slice(max(0, start - row), end - max(start, row)).to_pylist())
+                yield from (
+                    (None, value) for value in batch.slice(max(0, start - row), end - max(start, row)).to_pylist()
+                )
             row += len(batch)
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:  # a page is read only now
         raise _damaged(path, error) from None
 
 
-_READERS = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv, ".txt": _read_txt, ".parquet": _read_parquet}
+_READERS = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".txt": _read_txt,
+    ".parquet": _read_parquet,
+}
 
 
 def is_file_name(dataset: str) -> bool:
@@ -203,7 +238,9 @@ def _local_file(dataset: str) -> Path | None:
     known = " ".join(_READERS)
     if os.path.isfile(path):
         if path.suffix not in _READERS:
-            raise DataError(f"dataset {dataset!r} has the ending {path.suffix or '(none)'!r}; these can be read: {known}.")
+            raise DataError(
+                f"dataset {dataset!r} has the ending {path.suffix or '(none)'!r}; these can be read: {known}."
+            )
         return path
     if is_file_name(dataset):
         near = sorted(p.name for p in path.parent.glob(f"*{path.suffix}"))[:5] if os.path.isdir(path.parent) else []
@@ -281,7 +318,9 @@ class _Source:
 
 def _value(row: dict, field: str, parameter: str, place: str) -> Any:
     if field not in row:
-        raise DataError(f"{place} has no field {field!r}; its fields are: {', '.join(map(str, row))}. Name one with {parameter}.")
+        raise DataError(
+            f"{place} has no field {field!r}; its fields are: {', '.join(map(str, row))}. Name one with {parameter}."
+        )
     return row[field]
 
 
@@ -297,7 +336,9 @@ def whole_text(text: str, field: str, place: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{place}: half a character in {field!r} ({error.reason}); was the text cut inside an emoji?") from None
+        raise DataError(
+            f"{place}: half a character in {field!r} ({error.reason}); was the text cut inside an emoji?"
+        ) from None
     return text
 
 
@@ -318,15 +359,28 @@ def load_texts(cfg: RunConfig, label_names: list[str] | None = None) -> Texts:
             labels.append(_label_number(_value(row, cfg.label_field, "label_field", place), label_names or [], place))
     kept = [i for i, text in enumerate(texts) if not isinstance(text, str) or text.strip()]
     if not kept:
-        raise DataError(f"slice {cfg.start_idx}-{end} of {cfg.dataset}, which has {source.num_rows:,} rows, holds only empty texts in {cfg.text_field!r}.")
+        raise DataError(
+            f"slice {cfg.start_idx}-{end} of {cfg.dataset}, which has {source.num_rows:,} rows, holds only empty texts in {cfg.text_field!r}."
+        )
     kept_labels = [labels[i] for i in kept] if labels else None
-    return Texts([texts[i] for i in kept], cfg.start_idx, end, source.num_rows, len(texts) - len(kept), kept_labels, [cfg.start_idx + i for i in kept])
+    return Texts(
+        [texts[i] for i in kept],
+        cfg.start_idx,
+        end,
+        source.num_rows,
+        len(texts) - len(kept),
+        kept_labels,
+        [cfg.start_idx + i for i in kept],
+    )
 
 
 def load_rows(cfg: RunConfig) -> list[tuple[int, str, dict[str, Any]]]:
     "The rows of `cfg`'s slice as they are: number, where it stands (for messages), and columns. Raises `DataError`."
     source = _Source(cfg)
-    return [(cfg.start_idx + number, *found) for number, found in enumerate(source.rows(cfg.start_idx, cfg.slice_end(source.num_rows)))]
+    return [
+        (cfg.start_idx + number, *found)
+        for number, found in enumerate(source.rows(cfg.start_idx, cfg.slice_end(source.num_rows)))
+    ]
 
 
 def columns(cfg: RunConfig) -> list[str]:
@@ -339,25 +393,52 @@ def evaluation_config(cfg: RunConfig) -> RunConfig | None:
     if not cfg.evaluates:
         return None
     if cfg.eval_split and not cfg.eval_dataset and (cfg.dataset == BUILTIN_DATASET or _local_file(cfg.dataset)):
-        raise DataError(f"eval_split={cfg.eval_split!r}, but {cfg.dataset} has no splits; name a file with eval_dataset, or set eval_split to none.")
-    rows = {"start_idx": cfg.eval_start_idx or 0, "end_idx": cfg.eval_end_idx, "slice_size": 2**31, "schedule_start_idx": 0, "schedule_end_idx": None}
+        raise DataError(
+            f"eval_split={cfg.eval_split!r}, but {cfg.dataset} has no splits; name a file with eval_dataset, or set eval_split to none."
+        )
+    rows = {
+        "start_idx": cfg.eval_start_idx or 0,
+        "end_idx": cfg.eval_end_idx,
+        "slice_size": 2**31,
+        "schedule_start_idx": 0,
+        "schedule_end_idx": None,
+    }
     none = dict.fromkeys(("eval_dataset", "eval_split", "eval_start_idx", "eval_end_idx", "eval_every", "patience"))
     split = cfg.eval_split or ("validation" if cfg.eval_dataset else cfg.dataset_split)
     revision = cfg.dataset_revision if cfg.eval_dataset in (None, cfg.dataset) else None
-    return cfg.replace(**none, keep_best=False, dataset=cfg.eval_dataset or cfg.dataset, dataset_split=split, dataset_revision=revision, **rows)
+    return cfg.replace(
+        **none,
+        keep_best=False,
+        dataset=cfg.eval_dataset or cfg.dataset,
+        dataset_split=split,
+        dataset_revision=revision,
+        **rows,
+    )
 
 # %% ../nbs/01_data.ipynb #5e5d952c
 def _conversation(messages: Any, place: str) -> list[dict[str, Any]]:
     "`messages` if it is a list of turns, one of them the assistant's. Raises `DataError`."
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{place}: a conversation is a list of messages, this is {type(messages).__name__} {str(messages)[:40]!r}.")
+        raise DataError(
+            f"{place}: a conversation is a list of messages, this is {type(messages).__name__} {str(messages)[:40]!r}."
+        )
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise DataError(f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, this is {str(message)[:60]!r}.')
-        whole_text("".join(text for text in message.values() if isinstance(text, str)), "content", f"{place}, message {number}")
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
+            raise DataError(
+                f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, this is {str(message)[:60]!r}.'
+            )
+        whole_text(
+            "".join(text for text in message.values() if isinstance(text, str)), "content", f"{place}, message {number}"
+        )
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise DataError(f"{place} has no turn of the assistant, so there is nothing to learn from it; its roles are: {roles}. Leave such rows out.")
+        raise DataError(
+            f"{place} has no turn of the assistant, so there is nothing to learn from it; its roles are: {roles}. Leave such rows out."
+        )
     return messages
 
 # %% ../nbs/01_data.ipynb #fb23f8b3
@@ -373,11 +454,15 @@ def find_label_names(cfg: RunConfig) -> list[str]:
         value = _value(row, cfg.label_field, "label_field", place)
         kind = _label_kind(value, place)
         if kind_before and kind != kind_before:
-            raise DataError(f"{place}: label {value!r} is a {kind}, those before it are each a {kind_before}; a column has labels of one kind.")
+            raise DataError(
+                f"{place}: label {value!r} is a {kind}, those before it are each a {kind_before}; a column has labels of one kind."
+            )
         kind_before = kind
         seen.setdefault(_label_name(value), place)
     if len(seen) < 2:
-        raise DataError(f"{cfg.dataset} has only the label {', '.join(seen)!r} in {cfg.label_field!r}; a classification needs two at least.")
+        raise DataError(
+            f"{cfg.dataset} has only the label {', '.join(seen)!r} in {cfg.label_field!r}; a classification needs two at least."
+        )
     if kind_before == "name":
         return sorted(seen)
     numbers = sorted(map(int, seen))

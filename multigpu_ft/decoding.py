@@ -94,13 +94,17 @@ class _PlacedLayer(CacheLayerMixin):
 
     def __init__(self, like: Any, capacity: int, places: _Places) -> None:
         super().__init__()
-        self.keys, self.values = (t.new_zeros(places.rows, t.shape[1], capacity, t.shape[3]) for t in (like.keys, like.values))
+        self.keys, self.values = (
+            t.new_zeros(places.rows, t.shape[1], capacity, t.shape[3]) for t in (like.keys, like.values)
+        )
         self._places, self.is_initialized = places, True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         pass
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         "Put one more token of each row in use behind its last one; what attention looks at."
         rows, width = len(key_states), self._places.width
         numbers, lengths = self._places.numbers[:rows], self._places.lengths[:rows]
@@ -141,7 +145,9 @@ class PlacedDecoder:
         self._tokens = torch.zeros(self._places.rows, dtype=torch.int64, device=device)
         self._made = torch.zeros_like(self._tokens)
         self._draws = torch.zeros(self._places.rows, 1, dtype=torch.float64, device=device)
-        self._graphs = _Graphs(self._logits) if device.type == "cuda" and not getattr(model, "is_loaded_in_8bit", False) else None
+        self._graphs = (
+            _Graphs(self._logits) if device.type == "cuda" and not getattr(model, "is_loaded_in_8bit", False) else None
+        )
 
     @property
     def free(self) -> int:
@@ -196,7 +202,9 @@ class PlacedDecoder:
         self._close_ranks()
         used, lengths = self._used, [len(a.request.prompt) + len(a.tokens) for a in self._answers if a]
         self._places.width = min(self._capacity, _rounded(max(lengths)))
-        logits = self._graphs(used, self._places.width) if self._graphs and used == self._places.rows else self._logits(used)
+        logits = (
+            self._graphs(used, self._places.width) if self._graphs and used == self._places.rows else self._logits(used)
+        )
         drawn = self._draws[:used].gather(1, self._made[:used, None].clamp(max=self._draws.shape[1] - 1))[:, 0]
         tokens = choose(logits, drawn, self._rules.sampling)
         self._tokens[:used] = tokens.clamp(min=0)
@@ -219,9 +227,15 @@ class PlacedDecoder:
         seen = torch.arange(places.width, device=self._device) <= places.lengths[:used, None]
         mask = seen[:, None, None]
         if getattr(self._model.config, "_attn_implementation", "sdpa") == "eager":
-            mask = torch.zeros_like(mask, dtype=self._model.dtype).masked_fill(~mask, torch.finfo(self._model.dtype).min)
+            mask = torch.zeros_like(mask, dtype=self._model.dtype).masked_fill(
+                ~mask, torch.finfo(self._model.dtype).min
+            )
         return _forward(
-            self._model, input_ids=self._tokens[:used, None], attention_mask=mask, position_ids=places.lengths[:used, None], past_key_values=self._cache,
+            self._model,
+            input_ids=self._tokens[:used, None],
+            attention_mask=mask,
+            position_ids=places.lengths[:used, None],
+            past_key_values=self._cache,
         )
 
     def _close_ranks(self) -> None:
@@ -311,7 +325,9 @@ class GroupedDecoder:
             self._answers = [Answer(r) for r in (together * rows)[:rows]]  # those that are too many are computed along
             for extra in self._answers[len(together) :]:
                 extra.finish_reason = "extra"
-            self._draws = torch.stack([torch.from_numpy(draws(a.request.seed, a.request.limit)) for a in self._answers]).to(self._device)
+            self._draws = torch.stack(
+                [torch.from_numpy(draws(a.request.seed, a.request.limit)) for a in self._answers]
+            ).to(self._device)
             self._cache.batch_repeat_interleave(rows)
             finished += self._choose(logits.expand(rows, -1), 0)
         return finished
@@ -319,7 +335,11 @@ class GroupedDecoder:
     def _choose(self, logits: torch.Tensor, number: int) -> list[Answer]:
         chosen = choose(logits, self._draws[:, number], self._rules.sampling)
         self._tokens = chosen.clamp(min=0)
-        unfinished = [(answer, token) for answer, token in zip(self._answers, chosen.tolist(), strict=True) if not answer.finish_reason]
+        unfinished = [
+            (answer, token)
+            for answer, token in zip(self._answers, chosen.tolist(), strict=True)
+            if not answer.finish_reason
+        ]
         self._number = number + 1
         return [answer for answer, token in unfinished if self._rules.take(answer, token)]
 
@@ -329,8 +349,14 @@ class GroupedDecoder:
             kept += [row for row in range(len(self._answers)) if row not in kept][: max(0, _ROWS_AT_LEAST - len(kept))]
             rows = torch.tensor(kept, device=self._device)
             self._cache.batch_select_indices(rows)
-            self._answers, self._draws, self._tokens = [self._answers[row] for row in kept], self._draws[rows], self._tokens[rows]
-        finished = self._choose(_forward(self._model, input_ids=self._tokens[:, None], past_key_values=self._cache), self._number)
+            self._answers, self._draws, self._tokens = (
+                [self._answers[row] for row in kept],
+                self._draws[rows],
+                self._tokens[rows],
+            )
+        finished = self._choose(
+            _forward(self._model, input_ids=self._tokens[:, None], past_key_values=self._cache), self._number
+        )
         return finished + self._begin()
 
 # %% ../nbs/07a_decoding.ipynb #e5f759d8
@@ -342,7 +368,11 @@ def _attends_to_everything(config: Any, capacity: int) -> bool:
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     windows = [w for w in (getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)) if w]
-    return capacity <= min(windows, default=capacity) if kinds is None or "full_attention" not in kinds else set(kinds) == {"full_attention"}
+    return (
+        capacity <= min(windows, default=capacity)
+        if kinds is None or "full_attention" not in kinds
+        else set(kinds) == {"full_attention"}
+    )
 
 
 def end_tokens(settings: Any, *others: int | None) -> frozenset[int]:
@@ -356,7 +386,10 @@ def can_be_placed(model: nn.Module, capacity: int, device: torch.device) -> tupl
     if not _attends_to_everything(model.config, capacity):
         return False, "not all of its layers attend to everything before"
     vocabulary, greedy = model.config.get_text_config().vocab_size, Rules(Sampling(0), frozenset())
-    prompts = [tuple((7 * place + 11 * number) % vocabulary for place in range(length)) for number, length in enumerate((12, 5))]
+    prompts = [
+        tuple((7 * place + 11 * number) % vocabulary for place in range(length))
+        for number, length in enumerate((12, 5))
+    ]
     try:
         decoder = PlacedDecoder(model, greedy, 2, 64, device)
         decoder._graphs = None

@@ -93,7 +93,9 @@ class Disks:
             try:
                 self._copy(path, here)
             except OSError as error:
-                mine = f"node {self._world.node_rank} could not take a copy of checkpoint {path.name} from node 0: {error}"
+                mine = (
+                    f"node {self._world.node_rank} could not take a copy of checkpoint {path.name} from node 0: {error}"
+                )
         dist.all_gather_object(trouble, mine, group=self._everybody)
         if told := next((t for t in trouble if t), None):
             raise CheckpointError(f"{told}. Make room there.")
@@ -118,7 +120,12 @@ class Disks:
                 trouble = error
         for name, size in files[0]:
             try:
-                _pass(here / name, size, "rb" if self._world.is_main else "wb", lambda part: dist.broadcast(part, src=0, group=self._first_ranks))
+                _pass(
+                    here / name,
+                    size,
+                    "rb" if self._world.is_main else "wb",
+                    lambda part: dist.broadcast(part, src=0, group=self._first_ranks),
+                )
             except OSError as error:  # the next file is on its way
                 trouble = error
         if trouble:
@@ -135,7 +142,9 @@ class Disks:
     def gather(self, folder: Path, files: dict[int, tuple[str, int]], group: Any) -> None:
         "Have what each rank of another node has written to `folder`, name and bytes by rank, in rank 0's `folder`. A collective of `group`."
         world, trouble = self._world, None
-        for rank in range(world.local_size, world.size):  # one after the other, but as many at a time as there are ranks to take them
+        for rank in range(
+            world.local_size, world.size
+        ):  # one after the other, but as many at a time as there are ranks to take them
             (name, size), receiver = files[rank], rank % world.local_size
             try:
                 if world.rank == rank:

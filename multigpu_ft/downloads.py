@@ -30,7 +30,9 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def pull(cfg: RunConfig, run_root: Path, revision: str | None = None, patience: Patience | None = None) -> tuple[Path, Remote]:
+def pull(
+    cfg: RunConfig, run_root: Path, revision: str | None = None, patience: Patience | None = None
+) -> tuple[Path, Remote]:
     """Bring the checkpoint that `cfg.resume_file="hub:..."` names to `run_root`. Returns where it is, and what is known of it.
 
     Raises as `find_remote`, and `CheckpointError` if there is no room, if a file is not what the commit lists, or if the connection fails for minutes.
@@ -47,7 +49,9 @@ def pull(cfg: RunConfig, run_root: Path, revision: str | None = None, patience: 
     return folder, remote
 
 
-def bring(cfg: RunConfig, run_dir: RunDir, world: World, tell: Callable[..., None], remark: Callable[[str], None]) -> RunConfig:
+def bring(
+    cfg: RunConfig, run_dir: RunDir, world: World, tell: Callable[..., None], remark: Callable[[str], None]
+) -> RunConfig:
     """`cfg`, and the checkpoint to go on from on rank 0's disk, if it is on the Hub and the run has none of its own yet. A collective.
 
     `tell` changes the status. Raises as `pull`."""
@@ -84,7 +88,10 @@ def _fetch(folder: Path, remote: Remote, patience: Patience) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         staged.write_bytes(remote.small[COMMIT_FILE])
-    needed, free = sum(about["bytes"] for about in files.values()) - sum(p.stat().st_size for p in folder.iterdir()), shutil.disk_usage(folder).free
+    needed, free = (
+        sum(about["bytes"] for about in files.values()) - sum(p.stat().st_size for p in folder.iterdir()),
+        shutil.disk_usage(folder).free,
+    )
     if needed > free:
         raise CheckpointError(
             f"{remote} needs {needed / 2**30:.1f} GiB more, and {folder.parents[1].parent} has {free / 2**30:.1f} GiB free: "
@@ -127,19 +134,25 @@ def _download(client: Any, remote: Remote, part: Path, size: int) -> None:
     if have == size and part.exists():
         return
     headers = {**build_hf_headers(), "Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
-    url = hf_hub_url(remote.repo, f"checkpoints/{remote.name}/{part.name.removesuffix(PARTIAL)}", revision=remote.revision)
+    url = hf_hub_url(
+        remote.repo, f"checkpoints/{remote.name}/{part.name.removesuffix(PARTIAL)}", revision=remote.revision
+    )
     with client.stream("GET", url, headers=headers) as response, open(part, "ab") as file:
         hf_raise_for_status(response)
         if have and response.status_code != 206:  # the server sends it from the beginning
             file.truncate(0)
-        for chunk in response.iter_bytes():  # as it comes; of larger pieces one would be lost when the connection breaks
+        for (
+            chunk
+        ) in response.iter_bytes():  # as it comes; of larger pieces one would be lost when the connection breaks
             file.write(chunk)
             if file.tell() > size:
                 break
     found = part.stat().st_size
     if found > size:
         part.unlink()
-        raise CheckpointError(f"{remote} is damaged: {part.name.removesuffix(PARTIAL)} has more than the {size:,} bytes that {COMMIT_FILE} lists.")
+        raise CheckpointError(
+            f"{remote} is damaged: {part.name.removesuffix(PARTIAL)} has more than the {size:,} bytes that {COMMIT_FILE} lists."
+        )
     if found < size:
         raise Unreachable(f"the connection ended after {found:,} of {size:,} bytes")
 

@@ -26,10 +26,23 @@ class Evaluations:
     "What a run that trains finds on held-out texts. Methods are collectives."
 
     def __init__(
-        self, cfg: RunConfig, run_dir: RunDir, disks: Disks, strategy: Single, tracker: Tracker, progress: Progress, texts: TokenizedTexts | None,
+        self,
+        cfg: RunConfig,
+        run_dir: RunDir,
+        disks: Disks,
+        strategy: Single,
+        tracker: Tracker,
+        progress: Progress,
+        texts: TokenizedTexts | None,
         num_labels: int,
     ) -> None:
-        self._cfg, self._run_dir, self._strategy, self._tracker, self._progress = cfg, run_dir, strategy, tracker, progress
+        self._cfg, self._run_dir, self._strategy, self._tracker, self._progress = (
+            cfg,
+            run_dir,
+            strategy,
+            tracker,
+            progress,
+        )
         self._disks, self._texts, self._num_labels = disks, texts, num_labels
         self.newest: dict[str, float] = {}
 
@@ -68,8 +81,14 @@ class Evaluations:
         "Scores after a training step, and whether they are the best so far and ask for a checkpoint. `planned` is as in `Progress.judge`."
         best = self._progress.judge(self.measure(), self._texts.digest, planned)
         if self.patience_is_over:
-            told = f"a lower loss than {self.best['loss']:.4f}, that of step {self.best['step']}" if self.best else "a loss that is a number"
-            self._tracker.remark(f"stops at step {self._progress.step}: {self._cfg.patience} evaluation(s) in a row did not give {told}")
+            told = (
+                f"a lower loss than {self.best['loss']:.4f}, that of step {self.best['step']}"
+                if self.best
+                else "a loss that is a number"
+            )
+            self._tracker.remark(
+                f"stops at step {self._progress.step}: {self._cfg.patience} evaluation(s) in a row did not give {told}"
+            )
         return self.newest, best and self._cfg.chooses_best
 
     def take_best(self) -> dict[str, Any]:
@@ -78,11 +97,15 @@ class Evaluations:
         if not self._cfg.chooses_best or not best:
             return {}
         if before and not best["loss"] < before["loss"]:
-            self._tracker.remark(f"no evaluation gave a lower loss than {before['loss']:.4f}, that before the first step; the best is {best['loss']:.4f}")
+            self._tracker.remark(
+                f"no evaluation gave a lower loss than {before['loss']:.4f}, that before the first step; the best is {best['loss']:.4f}"
+            )
         if best["step"] == self._progress.step:
             return {}
         world, name = self._strategy.world, best.get("checkpoint")
-        place = world.from_main(next((c for c in kept_checkpoints(self._run_dir) if c.name == name), None) if world.is_main else None)
+        place = world.from_main(
+            next((c for c in kept_checkpoints(self._run_dir) if c.name == name), None) if world.is_main else None
+        )
         try:
             if not place:
                 raise CheckpointError("it is not there any more" if name else "it could not be written")
@@ -92,7 +115,9 @@ class Evaluations:
             finally:
                 self._disks.let_go(here)
         except CheckpointError as error:
-            self._tracker.remark(f"the best checkpoint, of step {best['step']}, cannot be exported, so the last one is: {error}")
+            self._tracker.remark(
+                f"the best checkpoint, of step {best['step']}, cannot be exported, so the last one is: {error}"
+            )
             return {}
         self.newest = {score: value for score, value in best.items() if score not in ("step", "checkpoint")}
         self._tracker.remark(f"exports the best checkpoint, {name}, with an evaluation loss of {best['loss']:.4f}")

@@ -35,7 +35,9 @@ def gpus_here() -> list[GPU]:
         except ConfigError:
             known = find_gpu(device.name, (total or 8192) * 0.98)  # torch sees a little less than nvidia-smi
         # of one name there are several sizes
-        found.append(known if not total or abs(total - known.memory_mib) < 0.1 * total else find_gpu(device.name, total * 0.98))
+        found.append(
+            known if not total or abs(total - known.memory_mib) < 0.1 * total else find_gpu(device.name, total * 0.98)
+        )
     return found
 
 
@@ -44,7 +46,9 @@ def _machine(cfg: RunConfig, gpus: int | None, gpu_memory_gib: str | float | Non
     if gpus is not None and (isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= 4096):
         raise ConfigError(f"gpus={gpus!r} is no number of GPUs; use a whole number from 1 on.")
     here = gpus_here() if gpu_memory_gib is None else []
-    gpu = min(here, key=lambda g: g.memory_mib) if here else find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)
+    gpu = (
+        min(here, key=lambda g: g.memory_mib) if here else find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)
+    )
     count = gpus or (cfg.nproc or (1 if cfg.strategy == "single" else len(here) or 2)) * cfg.nnodes
     if count % cfg.nnodes:
         raise ConfigError(f"gpus={count} cannot be shared out evenly over nnodes={cfg.nnodes}; name a multiple.")
@@ -54,8 +58,15 @@ def _machine(cfg: RunConfig, gpus: int | None, gpu_memory_gib: str | float | Non
 _GIB = 2**30
 _CONTEXT, _SLACK = "CUDA context and NCCL", "allocator slack"
 _COLORS = {
-    "parameters": "#0072b2", "gradients": "#56b4e9", "optimizer": "#009e73", "unsharded": "#f0e442", "activations": "#e69f00", "logits and loss": "#d55e00",
-    "temporary": "#cc79a7", _CONTEXT: "#7a7a7a", _SLACK: "#cfcfcf",
+    "parameters": "#0072b2",
+    "gradients": "#56b4e9",
+    "optimizer": "#009e73",
+    "unsharded": "#f0e442",
+    "activations": "#e69f00",
+    "logits and loss": "#d55e00",
+    "temporary": "#cc79a7",
+    _CONTEXT: "#7a7a7a",
+    _SLACK: "#cfcfcf",
 }
 
 
@@ -77,7 +88,11 @@ class Estimate:
         self.simulation, self._here = fit, here
         highest = max(fit.found["peaks"], key=lambda peak: peak["bytes"])
         self.moment = highest["phase"]
-        self.categories = {**{name: size / _GIB for name, size in highest["categories"].items()}, _CONTEXT: fit.context / _GIB, _SLACK: fit.slack / _GIB}
+        self.categories = {
+            **{name: size / _GIB for name, size in highest["categories"].items()},
+            _CONTEXT: fit.context / _GIB,
+            _SLACK: fit.slack / _GIB,
+        }
         self.phases = {peak["phase"]: (peak["bytes"] + fit.context) / _GIB for peak in fit.found["peaks"]}
         self.host_gib = {moment: size / _GIB for moment, size in fit.found["host"].items()}
         checkpoint, export = (fit.found["disk"][name] / _GIB for name in ("checkpoint", "export"))
@@ -96,7 +111,9 @@ class Estimate:
                 changed = self.config.replace(**remedy.changes)
                 if decide(ask, changed, self.gpu, self.gpus).fits:
                     return changed
-        raise ConfigError(f"{self.line} None of the changes that were tried makes it fit; take a smaller model or max_length, or more or larger GPUs.")
+        raise ConfigError(
+            f"{self.line} None of the changes that were tried makes it fit; take a smaller model or max_length, or more or larger GPUs."
+        )
 
     @property
     def line(self) -> str:
@@ -119,7 +136,9 @@ class Estimate:
             )
         hours = self.config.max_hours or session_hours() or _SESSION_HOURS
         if self.hours and self.hours > hours:
-            said.append(f"it may take up to {_hours(self.hours)}, longer than a session of {_hours(hours)}: it would go on in the next one")
+            said.append(
+                f"it may take up to {_hours(self.hours)}, longer than a session of {_hours(hours)}: it would go on in the next one"
+            )
         if self.decided.dtype == "bf16" and not has_bf16(self.gpu.capability):
             said.append(f"a {self.gpu.name} computes bf16 by emulation, several times slower than fp16")
         return said
@@ -133,9 +152,13 @@ class Estimate:
             "a rank takes 1.9 GiB of the host's memory before the model, and rank 0 reads all of it (frozen weights in the compute dtype, else fp32)",
         ]
         if self.tokens_per_second:
-            said.append("time: half of the data sheet's operations, three quarters of its bandwidth, transfers beside them; rough, within a factor of two")
+            said.append(
+                "time: half of the data sheet's operations, three quarters of its bandwidth, transfers beside them; rough, within a factor of two"
+            )
             known = "" if self._rows_are_known else ", if the data has as many"
-            said.append(f"hours: {self.rows:,} rows{known}, all of max_length, {self.config.num_epochs} epoch(s); shorter texts take less")
+            said.append(
+                f"hours: {self.rows:,} rows{known}, all of max_length, {self.config.num_epochs} epoch(s); shorter texts take less"
+            )
         return said
 
     def settings(self) -> dict[str, Any]:
@@ -143,20 +166,45 @@ class Estimate:
         found, cfg = self.simulation.found, self.decided
         blocks = {0: "none", 1: "all"}.get(found["every"], f"every {found['every']}th")
         return {
-            "strategy": cfg.strategy, "dtype": cfg.dtype, "tuning": cfg.tuning, "quantization": found["quantization"], "optimizer": cfg.optimizer,
-            "batch_size": cfg.batch_size, "accum_steps": cfg.accum_steps, "checkpointed_blocks": blocks, "communication": found["communication"],
-            "trainable_parameters": found["trainable"], "parameters": found["parameters"],
+            "strategy": cfg.strategy,
+            "dtype": cfg.dtype,
+            "tuning": cfg.tuning,
+            "quantization": found["quantization"],
+            "optimizer": cfg.optimizer,
+            "batch_size": cfg.batch_size,
+            "accum_steps": cfg.accum_steps,
+            "checkpointed_blocks": blocks,
+            "communication": found["communication"],
+            "trainable_parameters": found["trainable"],
+            "parameters": found["parameters"],
         }
 
     def record(self) -> dict[str, Any]:
         "All of it, as JSON has it."
-        rounded = {name: {k: round(v, 3) for k, v in getattr(self, name).items()} for name in ("categories", "phases", "host_gib", "disk_gib")}
+        rounded = {
+            name: {k: round(v, 3) for k, v in getattr(self, name).items()}
+            for name in ("categories", "phases", "host_gib", "disk_gib")
+        }
         return {
-            "verdict": self.verdict, "fits": self.fits, "peak_gib": round(self.peak_gib, 3), "limit_gib": round(self.limit_gib, 3), "moment": self.moment,
-            "gpu": self.gpu.name, "gpus": self.gpus, **rounded, "tokens_per_second": self.tokens_per_second and round(self.tokens_per_second, 1),
-            "hours": self.hours and round(self.hours, 3), "settings": self.settings(), "remarks": self.remarks, "assumptions": self.assumptions,
+            "verdict": self.verdict,
+            "fits": self.fits,
+            "peak_gib": round(self.peak_gib, 3),
+            "limit_gib": round(self.limit_gib, 3),
+            "moment": self.moment,
+            "gpu": self.gpu.name,
+            "gpus": self.gpus,
+            **rounded,
+            "tokens_per_second": self.tokens_per_second and round(self.tokens_per_second, 1),
+            "hours": self.hours and round(self.hours, 3),
+            "settings": self.settings(),
+            "remarks": self.remarks,
+            "assumptions": self.assumptions,
             "remedies": [
-                {"changes": r.changes, "peak_gib": round(r.peak / _GIB, 2), "tokens_per_second": r.tokens_per_second and round(r.tokens_per_second)}
+                {
+                    "changes": r.changes,
+                    "peak_gib": round(r.peak / _GIB, 2),
+                    "tokens_per_second": r.tokens_per_second and round(r.tokens_per_second),
+                }
                 for r in self.remedies
             ],
         }
@@ -169,18 +217,34 @@ class Estimate:
         disk = f"{self.disk_gib['checkpoint']:6.2f} GiB; export {self.disk_gib['export']:.2f}; with keep={self.config.keep} up to {self.disk_gib['kept']:.2f}"
         rows.append(("disk for a checkpoint", disk))
         if self.tokens_per_second:
-            rows.append(("speed of all GPUs, roughly", f"{self.tokens_per_second:,.0f} tokens/s; at most {_hours(self.hours)} for {self.rows:,} rows"))
+            rows.append(
+                (
+                    "speed of all GPUs, roughly",
+                    f"{self.tokens_per_second:,.0f} tokens/s; at most {_hours(self.hours)} for {self.rows:,} rows",
+                )
+            )
         return rows
 
     def _said(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.settings().items() if name not in ("trainable_parameters", "parameters"))
+        return ", ".join(
+            f"{name}={value}"
+            for name, value in self.settings().items()
+            if name not in ("trainable_parameters", "parameters")
+        )
 
     def __str__(self) -> str:
         rows = self._table()
         width = max(len(name) for name, _ in rows)
-        lines = [self.line, self._said(), *(f"  {name:{width}} {value}" for name, value in rows), *(f"! {remark}" for remark in self.remarks)]
+        lines = [
+            self.line,
+            self._said(),
+            *(f"  {name:{width}} {value}" for name, value in rows),
+            *(f"! {remark}" for remark in self.remarks),
+        ]
         if not self.fits:
-            lines.append("what would fit, by a guess from fewer blocks:" if self.remedies else "nothing that was tried would fit")
+            lines.append(
+                "what would fit, by a guess from fewer blocks:" if self.remedies else "nothing that was tried would fit"
+            )
             lines += [f"  {remedy}" for remedy in self.remedies[:5]]
         return "\n".join([*lines, "assumed:", *(f"  {line}" for line in self.assumptions)])
 
@@ -197,8 +261,14 @@ class Estimate:
         notes = "".join(f"<div>! {escape(remark)}</div>" for remark in self.remarks)
         if not self.fits:
             said = [str(remedy).rpartition(": ") for remedy in self.remedies[:5]]
-            items = "".join(f"<li><code>cfg.replace({escape(changes)})</code>: {escape(about)}</li>" for changes, _, about in said)
-            notes += f"<div>What would fit, by a guess from fewer blocks:<ol>{items}</ol></div>" if items else "<div>Nothing that was tried would fit.</div>"
+            items = "".join(
+                f"<li><code>cfg.replace({escape(changes)})</code>: {escape(about)}</li>" for changes, _, about in said
+            )
+            notes += (
+                f"<div>What would fit, by a guess from fewer blocks:<ol>{items}</ol></div>"
+                if items
+                else "<div>Nothing that was tried would fit.</div>"
+            )
         assumed = "".join(f"<li>{escape(line)}</li>" for line in self.assumptions)
         picture = base64.b64encode(png_bytes(self.plot())).decode()
         return (
@@ -227,10 +297,16 @@ class Estimate:
         axes.axvline(self.limit_gib, color="black", linewidth=1.5)
         for at, total in enumerate(lefts):
             white = {"fc": "white", "ec": "none", "pad": 1}
-            axes.annotate(f"{total:.1f}", (total, at), (4, 0), textcoords="offset points", va="center", fontsize=9, bbox=white)
+            axes.annotate(
+                f"{total:.1f}", (total, at), (4, 0), textcoords="offset points", va="center", fontsize=9, bbox=white
+            )
         axes.set_ylim(len(phases) - 0.5, -0.9)
         axes.annotate(f"{self.gpu.name}: {self.limit_gib:.1f} GiB ", (self.limit_gib, -0.6), ha="right", fontsize=9)
-        axes.set(xlabel="GiB on each GPU", xlim=(0, 1.06 * max(*lefts, self.limit_gib)), title=f"{Path(self.config.model).name}: {self.verdict}")
+        axes.set(
+            xlabel="GiB on each GPU",
+            xlim=(0, 1.06 * max(*lefts, self.limit_gib)),
+            title=f"{Path(self.config.model).name}: {self.verdict}",
+        )
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right upper", frameon=False, fontsize=9)
         return figure
@@ -286,10 +362,23 @@ def plan_memory(cfg: RunConfig, force: bool = False) -> tuple[dict[str, Any], li
         except ValueError as error:  # training says what is wrong with a model, and may know more
             return {}, [f"how much memory it takes is not known beforehand: {error}"]
         if found.verdict == DOES_NOT and not force and cfg.memory_check == "refuse":
-            nearest = next((f" This would: cfg.replace({str(r).rpartition(': ')[0]})." for r in remedies(ask, found.simulation, most=1)), "")
-            raise ConfigError(f"{found.line}{nearest} launch(cfg, force=True) or memory_check='warn' starts it all the same.")
+            nearest = next(
+                (
+                    f" This would: cfg.replace({str(r).rpartition(': ')[0]})."
+                    for r in remedies(ask, found.simulation, most=1)
+                ),
+                "",
+            )
+            raise ConfigError(
+                f"{found.line}{nearest} launch(cfg, force=True) or memory_check='warn' starts it all the same."
+            )
     plan = {
-        "gpu": gpu.name, "memory_mib": gpu.memory_mib, "gpus": gpus, "line": found.line, "peak_gib": round(found.peak_gib, 3), "categories": found.categories,
+        "gpu": gpu.name,
+        "memory_mib": gpu.memory_mib,
+        "gpus": gpus,
+        "line": found.line,
+        "peak_gib": round(found.peak_gib, 3),
+        "categories": found.categories,
         "decided": {name: getattr(found.decided, name) for name in ("strategy", "activation_checkpointing")},
     }
     return plan, [] if found.verdict == FITS else [found.line]

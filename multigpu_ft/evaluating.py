@@ -46,7 +46,10 @@ def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, to
 def step_loss(strategy: Single, step: Step) -> float:
     "Mean loss over all targets of a training step on all ranks, without training. A collective."
     with evaluating(strategy.model):
-        total = sum(strategy.forward(**to_device(m, strategy.world.device))[1].sum(dtype=torch.float64).item() for m in step.micro_batches)
+        total = sum(
+            strategy.forward(**to_device(m, strategy.world.device))[1].sum(dtype=torch.float64).item()
+            for m in step.micro_batches
+        )
     return strategy.world.sum(total)[0] / max(1, step.targets)
 
 
@@ -64,7 +67,9 @@ def evaluate_texts(strategy: Single, texts: TokenizedTexts, batch_size: int, num
             total += losses.sum(dtype=torch.float64).item()
             if predicted and len(share):
                 np.add.at(confusion, (texts.labels[share], predicted[0].cpu().numpy()), 1)
-    gathered = strategy.gather_for_metrics(torch.tensor([[total, *confusion.ravel()]], dtype=torch.float64, device=world.device))
+    gathered = strategy.gather_for_metrics(
+        torch.tensor([[total, *confusion.ravel()]], dtype=torch.float64, device=world.device)
+    )
     total, *counts = gathered.sum(0).tolist()
     found = {"loss": total / max(1, int(texts.targets.sum()))}
     return {**found, **scores(np.reshape(counts, confusion.shape))} if num_labels else found

@@ -20,7 +20,17 @@ from .config import ConfigError, ModelError, did_you_mean, plain_values, refuse_
 from .launcher import Run
 from .machine import default_run_root, use_secrets
 from .panel import LiveLine, say
-from .plans import NOTHING_HELD_OUT, Plan, Subject, export_subject, find_runs, find_subjects, held_out_rows, named_rows, of_the_model
+from multigpu_ft.plans import (
+    NOTHING_HELD_OUT,
+    Plan,
+    Subject,
+    export_subject,
+    find_runs,
+    find_subjects,
+    held_out_rows,
+    named_rows,
+    of_the_model,
+)
 from .reports import Evaluation
 from .rundir import RunDir
 from .slices import Slices
@@ -39,7 +49,11 @@ def fetch_export(repo: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=_FETCHED, ignore_patterns=["checkpoints/*"]))
+        return Path(
+            snapshot_download(
+                name, revision=revision or None, allow_patterns=_FETCHED, ignore_patterns=["checkpoints/*"]
+            )
+        )
     except Exception as error:  # of the Hub's many kinds
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
@@ -48,13 +62,17 @@ def fetch_export(repo: str) -> Path:
         ) from None
 
 # %% ../nbs/10c_evaluation.ipynb #8f157bce
-def _find_subjects(runs: list[RunDir], base: str | None, checkpoint: Any, hf_repo: str | None, run_root: str | None) -> list[Subject]:
+def _find_subjects(
+    runs: list[RunDir], base: str | None, checkpoint: Any, hf_repo: str | None, run_root: str | None
+) -> list[Subject]:
     if hf_repo is not None:
         if runs or checkpoint is not None:
             raise ConfigError("hf_repo names a fine-tuned model, and so does a run or a checkpoint; give one of them.")
         return [export_subject(fetch_export(hf_repo), hf_repo.partition("@")[0].rstrip("/").rpartition("/")[2], base)]
     if not runs and (base is None or checkpoint is None):
-        raise ConfigError("nothing to evaluate: name a run, or a base and a checkpoint that was made from it, or an hf_repo.")
+        raise ConfigError(
+            "nothing to evaluate: name a run, or a base and a checkpoint that was made from it, or an hf_repo."
+        )
     subjects = find_subjects(runs, checkpoint, base, run_root)
     newest = subjects[-1]
     for other in subjects:
@@ -68,7 +86,12 @@ def _find_subjects(runs: list[RunDir], base: str | None, checkpoint: Any, hf_rep
 
 
 def _make_plan(
-    subjects: list[Subject], base: str | None, rows: dict[str, Any], fields: dict[str, Any], forgetting: dict[str, Any], computing: dict[str, Any],
+    subjects: list[Subject],
+    base: str | None,
+    rows: dict[str, Any],
+    fields: dict[str, Any],
+    forgetting: dict[str, Any],
+    computing: dict[str, Any],
     **samples: Any,
 ) -> Plan:
     newest, remarks = subjects[-1], []
@@ -86,8 +109,20 @@ def _make_plan(
         remarks.append(f"Rows {target.start_idx:,}-{target.end_idx:,} are {why}.")
     target = target.replace(max_length=computed.max_length)
     second = named_rows(target, **forgetting) if forgetting["dataset"] else None
-    along = not base and newest.config.model == str(newest.path / "base")  # a base that came with its adapter, and has no tokenizer
-    return Plan(computed, subjects, target, why, second, newest.label_names, str(newest.path) if along else None, remarks=remarks, **samples)
+    along = not base and newest.config.model == str(
+        newest.path / "base"
+    )  # a base that came with its adapter, and has no tokenizer
+    return Plan(
+        computed,
+        subjects,
+        target,
+        why,
+        second,
+        newest.label_names,
+        str(newest.path) if along else None,
+        remarks=remarks,
+        **samples,
+    )
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +138,11 @@ def _report_folder(subjects: list[Subject], runs: list[RunDir], hf_repo: str | N
     "Where the report goes if nobody says: into the run; of a series into its folder; of a model without a run to the runs, under its own name."
     newest = subjects[-1]
     series = {run.path.parent for run in runs}
-    if len(runs) > 1 and len(series) == 1 and (folder := series.pop()) != Path(run_root or default_run_root()).resolve():
+    if (
+        len(runs) > 1
+        and len(series) == 1
+        and (folder := series.pop()) != Path(run_root or default_run_root()).resolve()
+    ):
         return folder / "report"
     if newest.run and hf_repo is None:
         return newest.run.path / "report"
@@ -111,12 +150,33 @@ def _report_folder(subjects: list[Subject], runs: list[RunDir], hf_repo: str | N
 
 # %% ../nbs/10c_evaluation.ipynb #35c1874f
 def evaluate(
-    run: Run | RunDir | Slices | Path | str | Sequence[Any] | None = None, *, base: str | None = None, checkpoint: str | Path | Sequence[Any] | None = None,
-    hf_repo: str | None = None, dataset: str | None = None, dataset_split: str | None = None, start_idx: int | None = None, end_idx: int | None = None,
-    text_field: str | None = None, text_pair_field: str | None = None, label_field: str | None = None, messages_field: str | None = None,
-    max_length: int | None = None, batch_size: int | None = None, forgetting_dataset: str | None = None, forgetting_split: str | None = None,
-    forgetting_start_idx: int | None = None, forgetting_end_idx: int | None = None, samples: int = 4, max_new_tokens: int = 64, seed: int = 0,
-    strategy: str | None = None, dtype: str | None = None, nproc: int | None = None, run_root: str | None = None, folder: str | Path | None = None,
+    run: Run | RunDir | Slices | Path | str | Sequence[Any] | None = None,
+    *,
+    base: str | None = None,
+    checkpoint: str | Path | Sequence[Any] | None = None,
+    hf_repo: str | None = None,
+    dataset: str | None = None,
+    dataset_split: str | None = None,
+    start_idx: int | None = None,
+    end_idx: int | None = None,
+    text_field: str | None = None,
+    text_pair_field: str | None = None,
+    label_field: str | None = None,
+    messages_field: str | None = None,
+    max_length: int | None = None,
+    batch_size: int | None = None,
+    forgetting_dataset: str | None = None,
+    forgetting_split: str | None = None,
+    forgetting_start_idx: int | None = None,
+    forgetting_end_idx: int | None = None,
+    samples: int = 4,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    strategy: str | None = None,
+    dtype: str | None = None,
+    nproc: int | None = None,
+    run_root: str | None = None,
+    folder: str | Path | None = None,
 ) -> Evaluation:
     """Compare fine-tuned models with their base: the same tokens through each of them, on all GPUs, each example exactly once.
 
@@ -153,23 +213,44 @@ def evaluate(
         folder: where the report goes; empty: report/ in the run directory
     """
     refuse_secrets({name: value for name, value in locals().items() if isinstance(value, str)})
-    samples, max_new_tokens, seed = count("samples", samples, 0), count("max_new_tokens", max_new_tokens, 1), count("seed", seed, 0)
+    samples, max_new_tokens, seed = (
+        count("samples", samples, 0),
+        count("max_new_tokens", max_new_tokens, 1),
+        count("seed", seed, 0),
+    )
     if strategy == "single":
-        raise ConfigError("strategy='single': an evaluation is shared out over nproc processes; use nproc=1, or strategy='ddp' or 'fsdp'.")
+        raise ConfigError(
+            "strategy='single': an evaluation is shared out over nproc processes; use nproc=1, or strategy='ddp' or 'fsdp'."
+        )
     use_secrets()
     runs = find_runs(run, run_root) if run is not None else []
     subjects = _find_subjects(runs, base, checkpoint, hf_repo, run_root)
     plan = _make_plan(
-        subjects, base, rows={"dataset": dataset, "start_idx": start_idx, "end_idx": end_idx, "dataset_split": dataset_split},
-        fields={"text_field": text_field, "text_pair_field": text_pair_field, "label_field": label_field, "messages_field": messages_field},
+        subjects,
+        base,
+        rows={"dataset": dataset, "start_idx": start_idx, "end_idx": end_idx, "dataset_split": dataset_split},
+        fields={
+            "text_field": text_field,
+            "text_pair_field": text_pair_field,
+            "label_field": label_field,
+            "messages_field": messages_field,
+        },
         forgetting={
-            "dataset": forgetting_dataset, "dataset_split": forgetting_split, "start_idx": forgetting_start_idx, "end_idx": forgetting_end_idx,
+            "dataset": forgetting_dataset,
+            "dataset_split": forgetting_split,
+            "start_idx": forgetting_start_idx,
+            "end_idx": forgetting_end_idx,
         },
         computing={"max_length": max_length, "batch_size": batch_size, "strategy": strategy, "dtype": dtype},
-        samples=samples, max_new_tokens=max_new_tokens, seed=seed,
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
     )
     say(f"evaluate: {plan}")
-    evaluation = Evaluation(_measure(plan, None if nproc is None else count("nproc", nproc, 1)), _folder(folder, subjects, runs, hf_repo, run_root))
+    evaluation = Evaluation(
+        _measure(plan, None if nproc is None else count("nproc", nproc, 1)),
+        _folder(folder, subjects, runs, hf_repo, run_root),
+    )
     evaluation.save()
     _keep(evaluation.folder, subjects[-1])
     return evaluation
@@ -196,7 +277,9 @@ def _measure(plan: Plan, nproc: int | None) -> Measured:
             line.show(lambda: f"evaluate: {bars[-1][4:].strip()}")
 
     measured = call(_score, (plan,), nproc, show)
-    line.show(lambda: f"evaluate: {len(measured.models)} models scored in {measured.about['seconds']:.0f} s", final=True)
+    line.show(
+        lambda: f"evaluate: {len(measured.models)} models scored in {measured.about['seconds']:.0f} s", final=True
+    )
     return measured
 
 
@@ -225,7 +308,11 @@ def settings_of(namespace: dict[str, Any], function: Callable[..., Any] = evalua
     known, found = signature(function).parameters, {}
     for name, value in plain_values(namespace).items():
         if name not in known:
-            raise ConfigError(f"unknown parameter {name!r}{did_you_mean(name, known)}; those of {function.__name__} are: {', '.join(known)}.")
+            raise ConfigError(
+                f"unknown parameter {name!r}{did_you_mean(name, known)}; those of {function.__name__} are: {', '.join(known)}."
+            )
         if value is not None and value != "none":
-            found[name] = str(value) if "str" in str(known[name].annotation) else value  # papermill takes a run called 7 for a number
+            found[name] = (
+                str(value) if "str" in str(known[name].annotation) else value
+            )  # papermill takes a run called 7 for a number
     return found

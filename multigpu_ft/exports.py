@@ -55,14 +55,21 @@ def _measure(strategy: Single) -> dict[str, Any]:
     label = 0 if cfg.task == "classification" else None
     with evaluating(strategy.model):
         loss = _loss(strategy.forward, model, strategy.world.device, label)
-        measured = {"task": cfg.task, "attn_implementation": cfg.attn_implementation, "dtype": str(strategy.dtype).removeprefix("torch."), "loss": loss}
+        measured = {
+            "task": cfg.task,
+            "attn_implementation": cfg.attn_implementation,
+            "dtype": str(strategy.dtype).removeprefix("torch."),
+            "loss": loss,
+        }
         if cfg.tuning != "full":
             with model.disable_adapter():
                 measured["base_loss"] = _loss(strategy.forward, model, strategy.world.device, label)
     return measured
 
 # %% ../nbs/04b_exports.ipynb #914a246e
-def export_model(run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokenizerBase, quantization: str = "none") -> dict[str, Any]:
+def export_model(
+    run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokenizerBase, quantization: str = "none"
+) -> dict[str, Any]:
     """Write what was trained to `run_dir`'s `export/`: the model, or its adapter, and with `merge_adapter` the model with the adapter in its weights to
     `merged/`. A collective; rank 0 writes.
 
@@ -79,7 +86,11 @@ def export_model(run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokeniz
         outcome["export"] = _write_adapter(run_dir.path / "export", strategy, tokenizer, check)
         if cfg.merge_adapter:
             outcome["merged"] = _write_whole(
-                run_dir.path / "merged", strategy, tokenizer, merged_weights(model, strategy.dtype, strategy.world.is_main), check
+                run_dir.path / "merged",
+                strategy,
+                tokenizer,
+                merged_weights(model, strategy.dtype, strategy.world.is_main),
+                check,
             )
     dist.barrier()
     return {key: str(value) for key, value in outcome.items()}
@@ -92,11 +103,30 @@ def _origin(run_dir: RunDir, cfg: RunConfig, model: nn.Module) -> dict[str, Any]
         trained = read_progress(checkpoints[-1])["trained"] if checkpoints else []
     except CheckpointError:
         trained = []
-    names = [model.config.id2label[number] for number in sorted(model.config.id2label)] if cfg.task == "classification" else None
-    data = ("dataset", "dataset_split", "dataset_revision", "text_field", "text_pair_field", "label_field", "messages_field", "max_length", "seed")
+    names = (
+        [model.config.id2label[number] for number in sorted(model.config.id2label)]
+        if cfg.task == "classification"
+        else None
+    )
+    data = (
+        "dataset",
+        "dataset_split",
+        "dataset_revision",
+        "text_field",
+        "text_pair_field",
+        "label_field",
+        "messages_field",
+        "max_length",
+        "seed",
+    )
     return {
-        "base_model": None if Path(cfg.model).exists() else cfg.model, "revision": cfg.revision, "tuning": cfg.tuning, "label_names": names,
-        **{name: getattr(cfg, name) for name in data}, "dataset": without_folder(cfg.dataset), "trained": trained,  # folders concern nobody else
+        "base_model": None if Path(cfg.model).exists() else cfg.model,
+        "revision": cfg.revision,
+        "tuning": cfg.tuning,
+        "label_names": names,
+        **{name: getattr(cfg, name) for name in data},
+        "dataset": without_folder(cfg.dataset),
+        "trained": trained,  # folders concern nobody else
     }
 
 
@@ -121,7 +151,13 @@ def _without_deepspeed() -> Iterator[None]:
             del sys.modules["deepspeed"]
 
 
-def _write_whole(folder: Path, strategy: Single, tokenizer: PreTrainedTokenizerBase, weights: dict[str, torch.Tensor], check: dict[str, Any]) -> Path:
+def _write_whole(
+    folder: Path,
+    strategy: Single,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: dict[str, torch.Tensor],
+    check: dict[str, Any],
+) -> Path:
     if strategy.world.is_main:
         trained = without_adapter(strategy.unwrap_model())
         config = copy.deepcopy(trained.config)
@@ -132,8 +168,14 @@ def _write_whole(folder: Path, strategy: Single, tokenizer: PreTrainedTokenizerB
         shell.config.use_cache = True
         if shell.can_generate():
             shell.generation_config = trained.generation_config
-        own = {name for name, _ in shell.named_parameters()} | {name for name, _ in shell.named_buffers()}  # of tied weights, one
-        kept = {name: tensor.to(strategy.dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items() if name in own}
+        own = {name for name, _ in shell.named_parameters()} | {
+            name for name, _ in shell.named_buffers()
+        }  # of tied weights, one
+        kept = {
+            name: tensor.to(strategy.dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in weights.items()
+            if name in own
+        }
         partial = folder.with_name(f"{folder.name}.partial")
         with _without_deepspeed():
             shell.save_pretrained(partial, state_dict=kept)
@@ -187,8 +229,11 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> tuple
         described = PeftConfig.from_pretrained(str(folder))
         own = folder / _OWN_BASE  # of a model that nobody else can make; where it was written may be another machine
         cfg = RunConfig(
-            model=str(own) if own.is_dir() else described.base_model_name_or_path, revision=described.revision, task=check["task"],
-            attn_implementation=check["attn_implementation"], max_length=2,
+            model=str(own) if own.is_dir() else described.base_model_name_or_path,
+            revision=described.revision,
+            task=check["task"],
+            attn_implementation=check["attn_implementation"],
+            max_length=2,
         )
         base = load_model(cfg, tokenizer, check["label_names"], dtype, check["quantization"], device)
         model = PeftModel.from_pretrained(base, str(folder))
@@ -208,7 +253,9 @@ def read_check(folder: Path) -> dict[str, Any]:
     return check if isinstance(check, dict) and "loss" in check else {}
 
 
-def confirm_export(folder: Path, check: dict[str, Any], forward: Any, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def confirm_export(
+    folder: Path, check: dict[str, Any], forward: Any, model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> None:
     """Raise `CheckpointError` unless `model`, loaded from `folder` and in evaluation mode, has the loss that its `check` tells. `forward` makes losses of a
     micro-batch with it, in `dtype`. A collective if it is sharded."""
     found, expected = _loss(forward, model, device, 0 if check["task"] == "classification" else None), check["loss"]
@@ -223,7 +270,9 @@ def confirm_export(folder: Path, check: dict[str, Any], forward: Any, model: nn.
             why = f"the base model, {without_adapter(model).config.name_or_path}, is another than the one it was trained on"
         else:
             why = "its files were changed"
-        raise CheckpointError(f"{folder} does not give the trained model's loss ({found:.4f} instead of {expected:.4f}, on the tokens of {CHECK_FILE}): {why}.")
+        raise CheckpointError(
+            f"{folder} does not give the trained model's loss ({found:.4f} instead of {expected:.4f}, on the tokens of {CHECK_FILE}): {why}."
+        )
 
 # %% ../nbs/04b_exports.ipynb #22d61ff2
 def load_foreign(path: Path, model: nn.Module) -> list[dict[str, Any]]:
@@ -233,12 +282,21 @@ def load_foreign(path: Path, model: nn.Module) -> list[dict[str, Any]]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many kinds: pickle's, zipfile's, torch's own
-        raise CheckpointError(f"{path} cannot be read as weights saved by torch.save ({type(error).__name__}: {str(error).splitlines()[0][:200]}).") from None
+        raise CheckpointError(
+            f"{path} cannot be read as weights saved by torch.save ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
+        ) from None
     weights = content.get("MODEL_STATE", content) if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not weights or not all(torch.is_tensor(w) for w in weights.values()):
-        keys = f"it has: {', '.join(map(str, list(content)[:5]))}" if isinstance(content, dict) else f"it is a {type(content).__name__}"
+        keys = (
+            f"it has: {', '.join(map(str, list(content)[:5]))}"
+            if isinstance(content, dict)
+            else f"it is a {type(content).__name__}"
+        )
         raise CheckpointError(f"{path} holds no weights: MODEL_STATE, or a dictionary of tensors, is expected; {keys}.")
-    weights = {name.removeprefix("module.").replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): w for name, w in weights.items()}
+    weights = {
+        name.removeprefix("module.").replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): w
+        for name, w in weights.items()
+    }
     own = model.state_dict()
     shared: dict[int, str] = {}
     missing = []
@@ -246,15 +304,27 @@ def load_foreign(path: Path, model: nn.Module) -> list[dict[str, Any]]:
         twin = shared.setdefault(tensor.data_ptr(), name)
         if name not in weights and twin not in weights:
             missing.append(name)
-    differ = [f"{n}: {list(w.shape)} in the file, {list(own[n].shape)} in the model" for n, w in weights.items() if n in own and own[n].shape != w.shape]
+    differ = [
+        f"{n}: {list(w.shape)} in the file, {list(own[n].shape)} in the model"
+        for n, w in weights.items()
+        if n in own and own[n].shape != w.shape
+    ]
     unknown = [name for name in weights if name not in own]
     if missing or unknown or differ:
-        found = [f"missing: {', '.join(missing[:3])}" if missing else "", f"unknown: {', '.join(unknown[:3])}" if unknown else "", *differ[:3]]
+        found = [
+            f"missing: {', '.join(missing[:3])}" if missing else "",
+            f"unknown: {', '.join(unknown[:3])}" if unknown else "",
+            *differ[:3],
+        ]
         raise CheckpointError(f"{path} does not fit this model ({'; '.join(filter(None, found))}).")
     model.load_state_dict(weights, strict=False)
     named = re.search(r"_(\d+)-(\d+)-epoch-(\d+)$", path.stem)
     start, end, epoch = map(int, named.groups()) if named else (0, 0, 0)
-    return [{"start_idx": start, "end_idx": end, "epochs": epoch, "steps": 0, "position": 0, "num_rows": 0}] if named else []
+    return (
+        [{"start_idx": start, "end_idx": end, "epochs": epoch, "steps": 0, "position": 0, "num_rows": 0}]
+        if named
+        else []
+    )
 
 
 def take_foreign(path: Path, model: nn.Module, cfg: RunConfig, world: World) -> list[dict[str, Any]]:

@@ -33,7 +33,12 @@ class RunFailed(RuntimeError):
     "A rank of a run raised an exception or was killed; `rank`, `exitcode`, `traceback` and, on several machines, `node_rank` tell more."
 
     def __init__(
-        self, message: str, rank: int | None = None, exitcode: int | None = None, traceback: str | None = None, node_rank: int | None = None
+        self,
+        message: str,
+        rank: int | None = None,
+        exitcode: int | None = None,
+        traceback: str | None = None,
+        node_rank: int | None = None,
     ) -> None:
         super().__init__(message)
         self.rank, self.exitcode, self.traceback, self.node_rank = rank, exitcode, traceback, node_rank
@@ -62,4 +67,6 @@ def failure_of(run_dir: RunDir, failure: dict[str, Any]) -> Exception:
 
 def ending(code: int) -> str:
     "How a process ended, in words."
-    return f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+    return (
+        f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+    )

@@ -48,10 +48,22 @@ def loss_figure(metrics: list[dict[str, Any]], title: str) -> Any:
         axes.plot(steps[thin], mean[thin], color="tab:blue", linewidth=2, label=f"mean of the last {window}")
     marks = {"marker": "o", "markersize": 4}
     if evaluated:
-        axes.plot([m["step"] for m in evaluated], [m["eval_loss"] for m in evaluated], color="tab:orange", label="evaluation", **marks)
+        axes.plot(
+            [m["step"] for m in evaluated],
+            [m["eval_loss"] for m in evaluated],
+            color="tab:orange",
+            label="evaluation",
+            **marks,
+        )
     if scored:
         for name, color in (("accuracy", "tab:orange"), ("f1", "tab:green")):
-            panels[1].plot([m["step"] for m in evaluated], [m[f"eval_{name}"] for m in evaluated], color=color, label=f"evaluation, {name}", **marks)
+            panels[1].plot(
+                [m["step"] for m in evaluated],
+                [m[f"eval_{name}"] for m in evaluated],
+                color=color,
+                label=f"evaluation, {name}",
+                **marks,
+            )
         panels[1].set(ylabel="share")
     axes.set(ylabel="loss (nats per text)" if scored else "loss (nats per token)", title=title)
     panels[-1].set(xlabel="optimizer step")
@@ -137,7 +149,9 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
     return [n * width for n in range(math.ceil(low / width), math.floor(high / width) + 1)]
 
 
-def _chart(left: float, width: float, title: str, curves: list[tuple[str, list[tuple[float, float]]]], height: float = 170) -> str:
+def _chart(
+    left: float, width: float, title: str, curves: list[tuple[str, list[tuple[float, float]]]], height: float = 170
+) -> str:
     "One pair of axes: `curves` are a colour and points each; of the first a line is drawn, of others dots on a line."
     points = [p for _, curve in curves for p in curve]
     if not points:
@@ -149,7 +163,9 @@ def _chart(left: float, width: float, title: str, curves: list[tuple[str, list[t
     parts = [f'<text x="{left + 46}" y="11" font-weight="bold">{title}</text>']
     for y in _ticks(y0, y1, 3):
         at = place((x0, y))[1]
-        parts.append(f'<line x1="{left + 46}" x2="{left + width - 10}" y1="{at:.1f}" y2="{at:.1f}" stroke="currentColor" opacity="0.18"/>')
+        parts.append(
+            f'<line x1="{left + 46}" x2="{left + width - 10}" y1="{at:.1f}" y2="{at:.1f}" stroke="currentColor" opacity="0.18"/>'
+        )
         parts.append(f'<text x="{left + 41}" y="{at + 3.5:.1f}" text-anchor="end">{y:.4g}</text>')
     for x in _ticks(x0, x1, max(2, int(width // 110))):
         if x == int(x):
@@ -173,5 +189,7 @@ def curve_svg(curve: Curve) -> str:
     return (
         '<svg viewBox="0 0 720 170" role="img" aria-label="loss and learning rate over optimizer steps" '
         'style="width:100%;max-width:760px;font:11px sans-serif;fill:currentColor">'
-        + _chart(0, 490, title, [c for c in loss if c[1]]) + _chart(490, 230, "learning rate", [("#43a047", [(s, rate) for s, _, rate in points])]) + "</svg>"
+        + _chart(0, 490, title, [c for c in loss if c[1]])
+        + _chart(490, 230, "learning rate", [("#43a047", [(s, rate) for s, _, rate in points])])
+        + "</svg>"
     )

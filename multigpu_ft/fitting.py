@@ -30,9 +30,30 @@ class NoEstimate(ValueError):
 
 
 _COUNTS = (
-    "model", "revision", "attn_implementation", "tuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "quantization", "merge_adapter",
-    "task", "max_length", "packing", "batch_size", "accum_steps", "optimizer", "max_grad_norm", "strategy", "sharding", "nnodes", "communication", "dtype",
-    "activation_checkpointing", "offload",
+    "model",
+    "revision",
+    "attn_implementation",
+    "tuning",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "quantization",
+    "merge_adapter",
+    "task",
+    "max_length",
+    "packing",
+    "batch_size",
+    "accum_steps",
+    "optimizer",
+    "max_grad_norm",
+    "strategy",
+    "sharding",
+    "nnodes",
+    "communication",
+    "dtype",
+    "activation_checkpointing",
+    "offload",
 )
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")
 
@@ -72,7 +93,12 @@ class Simulations:
         "What `simulate` returns. Raises `ConfigError` or `ModelError` as training would, and `NoEstimate`."
         given = cfg.model_dump(include=set(_COUNTS))
         few = {"accum_steps": min(2, cfg.accum_steps)}  # more make no difference
-        request = {"cfg": {**given, **few, "learning_rate": 1e-4, "dataset": "none/none"}, "gpu": asdict(gpu), "gpus": gpus, "blocks": blocks}
+        request = {
+            "cfg": {**given, **few, "learning_rate": 1e-4, "dataset": "none/none"},
+            "gpu": asdict(gpu),
+            "gpus": gpus,
+            "blocks": blocks,
+        }
         key = _key(request)
         answer = self._known.get(key) or self._from_disk(key)
         if answer is None:
@@ -84,7 +110,11 @@ class Simulations:
             raise kind(answer["message"])
         self._known[key] = answer
         scale = cfg.accum_steps / min(2, cfg.accum_steps)
-        return {**answer, "seconds": answer["seconds"] and answer["seconds"] * scale, "tokens": answer["tokens"] * scale}
+        return {
+            **answer,
+            "seconds": answer["seconds"] and answer["seconds"] * scale,
+            "tokens": answer["tokens"] * scale,
+        }
 
     def _from_disk(self, key: str) -> dict[str, Any] | None:
         try:
@@ -103,12 +133,22 @@ class Simulations:
         self.asked += 1
         if self._process is None:
             # no GPU for it: it would take memory there, and fake tensors need none
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+            environment = {
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            }
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
                 environment.pop(name, None)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "multigpu_ft.simulation"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-                env=environment, start_new_session=True,
+                [sys.executable, "-m", "multigpu_ft.simulation"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env=environment,
+                start_new_session=True,
             )
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -201,7 +241,9 @@ def _guess(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
     few = ask(cfg, gpu, gpus, _FEW)
     if few["of_blocks"] <= 2 * _MORE:
         return _whole(ask, cfg, gpu, gpus)
-    if cfg.strategy == "fsdp" and cfg.communication == "auto":  # few blocks have room to be gathered once in a window, and all may not
+    if (
+        cfg.strategy == "fsdp" and cfg.communication == "auto"
+    ):  # few blocks have room to be gathered once in a window, and all may not
         once = _guess(ask, cfg.replace(communication="window"), gpu, gpus)
         return once if once.fits else _guess(ask, cfg.replace(communication="micro_batch"), gpu, gpus)
     more = ask(cfg, gpu, gpus, _MORE)
@@ -222,6 +264,7 @@ _HOPELESS = 1.05  # of the GPU, by a guess
 
 def _checkpointed(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
     "With as few blocks recomputed as fit. If nothing fits, with all of them."
+
     def fit(setting: Any, how: Callable[..., Fit] = _whole) -> Fit:
         return how(ask, cfg.replace(activation_checkpointing=setting), gpu, gpus)
 
@@ -254,7 +297,9 @@ def decide(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
     if gpus == 1:
         return _checkpointed(ask, cfg.replace(strategy="single"), gpu, gpus)
     replicated, found = cfg.replace(strategy="ddp"), None
-    least = replicated.replace(activation_checkpointing="full" if cfg.activation_checkpointing == "auto" else cfg.activation_checkpointing)
+    least = replicated.replace(
+        activation_checkpointing="full" if cfg.activation_checkpointing == "auto" else cfg.activation_checkpointing
+    )
     if _guess(ask, least, gpu, gpus).peak < _HOPELESS * gpu.memory_mib * 2**20:
         found = _checkpointed(ask, replicated, gpu, gpus)
         if found.fits:
@@ -268,14 +313,22 @@ def _changes(fit: Fit) -> Iterator[dict[str, Any]]:
     "Settings to try in place of those of `fit`. The global batch stays what it is."
     cfg, gpus = fit.cfg, fit.gpus
     batch = cfg.batch_size
-    smaller = [{"batch_size": b, "accum_steps": cfg.accum_steps * batch // b} for b in (batch // 2, 1) if b and b < batch and batch % b == 0]
+    smaller = [
+        {"batch_size": b, "accum_steps": cfg.accum_steps * batch // b}
+        for b in (batch // 2, 1)
+        if b and b < batch and batch % b == 0
+    ]
     smaller = [one for n, one in enumerate(smaller) if one not in smaller[:n]]
     full = {"activation_checkpointing": "full"}
     again = [full] if cfg.activation_checkpointing not in ("full", 1) else []
     sharded = [{"strategy": "fsdp"}] if gpus > 1 and cfg.strategy != "fsdp" else []
     if cfg.strategy == "fsdp" and fit.found["communication"] == "window":
         sharded = [{"communication": "micro_batch"}]
-    eight = [{"optimizer": "adamw_8bit"}] if cfg.optimizer == "adamw" and cfg.strategy in ("ddp", "single") and cfg.tuning == "full" else []
+    eight = (
+        [{"optimizer": "adamw_8bit"}]
+        if cfg.optimizer == "adamw" and cfg.strategy in ("ddp", "single") and cfg.tuning == "full"
+        else []
+    )
     last = {**(smaller[-1] if smaller else {}), **(full if again else {})}
     yield from smaller
     yield from again

@@ -23,7 +23,9 @@ if _IS_COMMAND:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.dup2(1, 2)
     _run_dir = RunDir(sys.argv[1])
-    _stop = StopSignal(hopeless=lambda: _run_dir.status()["state"] == "starting" or any(_run_dir.path.glob("errors/*.json")))
+    _stop = StopSignal(
+        hopeless=lambda: _run_dir.status()["state"] == "starting" or any(_run_dir.path.glob("errors/*.json"))
+    )
 
 # %% ../nbs/08g_generation.ipynb #d9f221e4
 import pickle
@@ -48,7 +50,16 @@ from .models import PLAIN_CHAT, load_tokenizer, to_evaluation_mode
 from .plans import Subject, checkpoint_subject, export_subject
 from .questions import Question, load_questions, tokenize_questions
 from .queues import Queue, decode, share_out
-from .records import Assignment, Shard, answer_key, load_reward, read_shards, rewarded, validation_questions, write_records
+from multigpu_ft.records import (
+    Assignment,
+    Shard,
+    answer_key,
+    load_reward,
+    read_shards,
+    rewarded,
+    validation_questions,
+    write_records,
+)
 from .rundir import COMMIT_FILE, commit_digest, read_commit
 from .sampling import Sampling, sequence_seed
 from .strategies import World, join_world
@@ -63,12 +74,18 @@ def find_subject(assignment: Assignment, cfg: RunConfig) -> Subject | None:
     if not assignment.subject:
         return None
     path = Path(assignment.subject)
-    return checkpoint_subject(path, cfg.model) if (path / COMMIT_FILE).exists() else export_subject(path, base=cfg.model)
+    return (
+        checkpoint_subject(path, cfg.model) if (path / COMMIT_FILE).exists() else export_subject(path, base=cfg.model)
+    )
 
 
 def _weights(subject: Subject | None, cfg: RunConfig) -> list[Any]:
     "What says which weights they are."
-    base = content_sample(Path(cfg.model)) if Path(cfg.model).exists() else [cfg.model, cfg.revision, cfg.seed if cfg.model.startswith("builtin:") else None]
+    base = (
+        content_sample(Path(cfg.model))
+        if Path(cfg.model).exists()
+        else [cfg.model, cfg.revision, cfg.seed if cfg.model.startswith("builtin:") else None]
+    )
     if subject is None:
         return [base]
     return [base, commit_digest(read_commit(subject.path)) if subject.is_checkpoint else content_sample(subject.path)]
@@ -100,7 +117,9 @@ def _text(answer: Answer, eos: frozenset[int], stop: tuple[str, ...], tokenizer:
 class _Transformers:
     "The model in this rank's memory. Raises `ModelError` if it does not fit."
 
-    def __init__(self, cfg: RunConfig, assignment: Assignment, subject: Subject | None, world: World, tokenizer: Any) -> None:
+    def __init__(
+        self, cfg: RunConfig, assignment: Assignment, subject: Subject | None, world: World, tokenizer: Any
+    ) -> None:
         quantization = quantization_of(subject, cfg, world, assignment.quantization)
         loaded = load_holder(cfg, subject, world, tokenizer, None, quantization)
         if loaded.sharded:
@@ -114,9 +133,15 @@ class _Transformers:
         to_evaluation_mode(loaded.model)
         self._loaded, self._device = loaded, world.device
         self.config, self.settings = loaded.model.config, loaded.model.generation_config
-        self.about = {"dtype": str(loaded.dtype).removeprefix("torch."), "quantization": quantization, "engine": assignment.engine}
+        self.about = {
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "quantization": quantization,
+            "engine": assignment.engine,
+        }
 
-    def decoder_maker(self, rules: Rules, capacity: int, stop: tuple[str, ...], remark: Callable[[str], None]) -> Callable[[int], Any]:
+    def decoder_maker(
+        self, rules: Rules, capacity: int, stop: tuple[str, ...], remark: Callable[[str], None]
+    ) -> Callable[[int], Any]:
         fine, why = can_be_placed(self._loaded.model, capacity, self._device)
         if not fine:
             remark(f"each question is decoded by itself, without filling places that become free: {why}")
@@ -127,7 +152,9 @@ class _Transformers:
 class _VLLM:
     "The model in a vLLM engine."
 
-    def __init__(self, cfg: RunConfig, assignment: Assignment, subject: Subject | None, world: World, tokenizer: Any) -> None:
+    def __init__(
+        self, cfg: RunConfig, assignment: Assignment, subject: Subject | None, world: World, tokenizer: Any
+    ) -> None:
         self._cfg, self._subject, self._world = cfg, subject, world
         merged = subject and not subject.has_adapter
         path, revision = (str(subject.path), None) if merged else (cfg.model, cfg.revision)
@@ -138,7 +165,9 @@ class _VLLM:
             self.settings = GenerationConfig()
         self.about = {"dtype": cfg.dtype, "quantization": "none", "engine": assignment.engine}
 
-    def decoder_maker(self, rules: Rules, capacity: int, stop: tuple[str, ...], remark: Callable[[str], None]) -> Callable[[int], Any]:
+    def decoder_maker(
+        self, rules: Rules, capacity: int, stop: tuple[str, ...], remark: Callable[[str], None]
+    ) -> Callable[[int], Any]:
         return lambda rows: start_vllm(self._cfg, self._subject, self._world.local_rank, rows, capacity, rules, stop)
 
 
@@ -153,7 +182,9 @@ _TELL_EVERY_S, _LOG_EVERY_S, _SPARE_S = 0.3, 2.0, 60.0
 
 def _join_store() -> dist.Store:
     "torchrun's own."
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(hours=2))
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(hours=2)
+    )
     return dist.PrefixStore("generation", store)
 
 
@@ -169,21 +200,32 @@ class Generation:
         self.tracker = Tracker(run_dir, self.world.is_main)
         self.store.set(f"pid/{self.world.rank}", str(os.getpid()))
         pids = [int(self.store.get(f"pid/{rank}")) for rank in range(self.world.size)]
-        self.tracker.status(pids={**run_dir.status().get("pids", {}), "ranks": pids}, host=socket.gethostname(), world_size=self.world.size)
+        self.tracker.status(
+            pids={**run_dir.status().get("pids", {}), "ranks": pids},
+            host=socket.gethostname(),
+            world_size=self.world.size,
+        )
         self.beat = Beat(run_dir.beat_file(self.world.rank))
         self.beat(IDLE)
 
         self.reward = self._load_reward()
         subject = find_subject(self.assignment, self.cfg)
-        self.tokenizer = load_tokenizer(self.cfg.replace(model=self.assignment.tokenizer, revision=None) if self.assignment.tokenizer else self.cfg)
+        self.tokenizer = load_tokenizer(
+            self.cfg.replace(model=self.assignment.tokenizer, revision=None) if self.assignment.tokenizer else self.cfg
+        )
         self.stop_strings = self._choose_template()
-        loaded_questions, self.left_out = load_questions(self.cfg, self.assignment.question_field, self.assignment.system_prompt)
+        loaded_questions, self.left_out = load_questions(
+            self.cfg, self.assignment.question_field, self.assignment.system_prompt
+        )
         self.total_questions = len(loaded_questions) + len(self.left_out)
         load = _VLLM if self.assignment.engine == "vllm" else _Transformers
         self.model = load(self.cfg, self.assignment, subject, self.world, self.tokenizer)
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.questions = {
-            q.number: q for q in tokenize_questions(loaded_questions, self.tokenizer, positions, self.left_out, self.assignment.enable_thinking)
+            q.number: q
+            for q in tokenize_questions(
+                loaded_questions, self.tokenizer, positions, self.left_out, self.assignment.enable_thinking
+            )
         }
         self.rules = self._make_rules()
         self.requests = self._make_requests(subject, positions)
@@ -215,7 +257,9 @@ class Generation:
             self.tokenizer.chat_template = self.assignment.chat_template
         if self.tokenizer.chat_template != PLAIN_CHAT:
             return self.assignment.stop
-        self.tracker.remark(f"the tokenizer of {self.cfg.model} has no chat template, so questions are asked plainly, as in 'user: ...', 'assistant:'")
+        self.tracker.remark(
+            f"the tokenizer of {self.cfg.model} has no chat template, so questions are asked plainly, as in 'user: ...', 'assistant:'"
+        )
         return (*self.assignment.stop, "\nuser:")  # where a base model would go on with the next question
 
     def _make_rules(self) -> Rules:
@@ -227,7 +271,13 @@ class Generation:
     def _make_requests(self, subject: Subject | None, positions: int | None) -> list[Request]:
         "All that are wanted, longest questions first, and their keys."
         chosen = self.assignment
-        about = {**self.model.about, **vars(self.sampling), "weights": _weights(subject, self.cfg), "eos": sorted(self.rules.eos), "stop": self.stop_strings}
+        about = {
+            **self.model.about,
+            **vars(self.sampling),
+            "weights": _weights(subject, self.cfg),
+            "eos": sorted(self.rules.eos),
+            "stop": self.stop_strings,
+        }
         self.keys, requests = {}, []
         for question in sorted(self.questions.values(), key=lambda q: (-len(q.prompt), q.number)):
             limit = min(chosen.max_new_tokens, positions - len(question.prompt)) if positions else chosen.max_new_tokens
@@ -241,21 +291,32 @@ class Generation:
         for remark in self.left_out.remarks(self.total_questions):
             self.tracker.remark(remark)
         if others := written - len(self.found):
-            self.tracker.remark(f"{others:,} answers that are there were made with other settings or of other questions, and do not count")
+            self.tracker.remark(
+                f"{others:,} answers that are there were made with other settings or of other questions, and do not count"
+            )
         short = sum(r.limit < self.assignment.max_new_tokens for r in self.requests)
         if short:
-            self.tracker.remark(f"{short:,} sequences have fewer than max_new_tokens={self.assignment.max_new_tokens} positions left after their question")
+            self.tracker.remark(
+                f"{short:,} sequences have fewer than max_new_tokens={self.assignment.max_new_tokens} positions left after their question"
+            )
 
     def run(self) -> dict[str, Any]:
         "Make what is missing, until it is there or somebody asks to stop. Returns the last status."
         self._begun = time.monotonic()
         self.tracker.status(
-            state="running", total_steps=len(self.requests), slice_step=len(self.found), device=self.world.device.type, **self.model.about,
-            sampling=vars(self.sampling), questions=len(self.questions),
+            state="running",
+            total_steps=len(self.requests),
+            slice_step=len(self.found),
+            device=self.world.device.type,
+            **self.model.about,
+            sampling=vars(self.sampling),
+            questions=len(self.questions),
         )
         if self.world.is_main:
             self.store.set("running", "1")
-        self.store.get("running")  # who asks it to stop while it is starting has it killed, and nobody shall have answers then
+        self.store.get(
+            "running"
+        )  # who asks it to stop while it is starting has it killed, and nobody shall have answers then
         if self.world.is_main:
             self._reward_again()
         rows = min(self.cfg.batch_size, -(-len(self.missing) // self.world.size))
@@ -292,17 +353,27 @@ class Generation:
         text = _text(answer, self.rules.eos, self.stop_strings, self.tokenizer)
         record = {
             "messages": [*question.messages, {"role": "assistant", "content": text}],
-            "question_id": question.row.get("question_id", question.row.get("id", number)), "sample_id": sample, "seed": answer.request.seed,
-            "finish_reason": answer.finish_reason, "prompt_tokens": len(question.prompt), "completion_tokens": len(answer.tokens),
+            "question_id": question.row.get("question_id", question.row.get("id", number)),
+            "sample_id": sample,
+            "seed": answer.request.seed,
+            "finish_reason": answer.finish_reason,
+            "prompt_tokens": len(question.prompt),
+            "completion_tokens": len(answer.tokens),
         }
-        self._write({"key": self.keys[answer.request.key], "question": number, "sample": sample, "record": record}, question)
+        self._write(
+            {"key": self.keys[answer.request.key], "question": number, "sample": sample, "record": record}, question
+        )
         self.counts["sequences"] += 1
         self.counts["tokens"] += len(answer.tokens)
 
     def _write(self, line: dict[str, Any], question: Question) -> None:
         "Add `line` to the shard, with what the answer is worth."
         if self.reward:
-            line = {**line, "record": rewarded(self.reward, line["record"], question.row), "reward_by": self.assignment.reward}
+            line = {
+                **line,
+                "record": rewarded(self.reward, line["record"], question.row),
+                "reward_by": self.assignment.reward,
+            }
             self.counts["accepted"] += self._is_good(line["record"])
             self.counts["reward_errors"] += "reward_error" in line["record"]
         self.shard.add(line)
@@ -331,7 +402,9 @@ class Generation:
         order = list(self.counts) if self.world.is_main else reversed(self.counts)
         totals = {name: self.store.add(name, self.counts[name]) for name in order}
         self.counts = dict.fromkeys(self.counts, 0)
-        wants_to_stop = self.stop.requested or (self.world.is_main and (self.run_dir.stop_requested() or self._is_out_of_time()))
+        wants_to_stop = self.stop.requested or (
+            self.world.is_main and (self.run_dir.stop_requested() or self._is_out_of_time())
+        )
         if self.store.add("stop", int(wants_to_stop)):
             self.is_stopping = True
         if not self.world.is_main:
@@ -344,12 +417,20 @@ class Generation:
             self._logged = (self._told, totals["sequences"], totals["tokens"])
             judged = {"accepted": totals["accepted"], "reward_errors": totals["reward_errors"]} if self.reward else {}
             seconds = max(1e-9, self._told - since)
-            self.tracker.log({
-                "step": done, "sequences_per_second": (totals["sequences"] - sequences) / seconds, "tokens_per_second": (totals["tokens"] - tokens) / seconds,
-                **judged, "peak_memory_gib": [round(peak_memory(self.world.device) / 2**30, 3)], "time": time.time(),
-            })
+            self.tracker.log(
+                {
+                    "step": done,
+                    "sequences_per_second": (totals["sequences"] - sequences) / seconds,
+                    "tokens_per_second": (totals["tokens"] - tokens) / seconds,
+                    **judged,
+                    "peak_memory_gib": [round(peak_memory(self.world.device) / 2**30, 3)],
+                    "time": time.time(),
+                }
+            )
             if self.store.check(["rows"]):
-                self.tracker.remark(f"memory did not suffice for batch_size={self.cfg.batch_size}; {int(self.store.get('rows'))} sequences at a time did")
+                self.tracker.remark(
+                    f"memory did not suffice for batch_size={self.cfg.batch_size}; {int(self.store.get('rows'))} sequences at a time did"
+                )
         self.totals = totals
 
     def _is_out_of_time(self) -> bool:
@@ -364,27 +445,47 @@ class Generation:
         seconds = time.monotonic() - self._begun
         speeds = {name: round(self.totals[name] / max(seconds, 1e-9), 2) for name in ("sequences", "tokens")}
         lines = read_shards(self.run_dir.path / "samples")
-        records = [(r.key, lines[self.keys[r.key]]["record"]) for r in sorted(self.requests, key=lambda r: r.key) if self.keys[r.key] in lines]
+        records = [
+            (r.key, lines[self.keys[r.key]]["record"])
+            for r in sorted(self.requests, key=lambda r: r.key)
+            if self.keys[r.key] in lines
+        ]
         if not self.reward:
             records = [(key, _without_reward(record)) for key, record in records]
         made = {
-            "sequences": len(records), "made": self.totals["sequences"], "seconds": round(seconds, 2),
-            "sequences_per_second": speeds["sequences"], "tokens_per_second": speeds["tokens"],
-            "stopped": sum(record["finish_reason"] == "stop" for _, record in records), "left_out": len(self.left_out),
+            "sequences": len(records),
+            "made": self.totals["sequences"],
+            "seconds": round(seconds, 2),
+            "sequences_per_second": speeds["sequences"],
+            "tokens_per_second": speeds["tokens"],
+            "stopped": sum(record["finish_reason"] == "stop" for _, record in records),
+            "left_out": len(self.left_out),
             "accepted": sum(self._is_good(record) for _, record in records) if self.reward else None,
         }
         if troubles := [record["reward_error"] for _, record in records if "reward_error" in record]:
             failed = f"the reward function failed on {len(troubles):,} of {len(records):,} answers, which are left out"
             self.tracker.remark(f"{failed}; the first time: {troubles[0]}")
         if len(records) < len(self.requests):
-            message = f"{len(records):,} of {len(self.requests):,} sequences are there; the same call again makes the rest"
+            message = (
+                f"{len(records):,} of {len(self.requests):,} sequences are there; the same call again makes the rest"
+            )
             return {"state": "stopped", "generated": made, "message": message}
         good = [(key, record) for key, record in records if self._is_good(record)]
         output, val_output = self.assignment.output, self.assignment.val_output
-        chosen = validation_questions((number for (number, _), _ in good), self.assignment.val_fraction, self.assignment.seed) if val_output else set()
-        made["written"] = {output: write_records(Path(output), (record for (number, _), record in good if number not in chosen))}
+        chosen = (
+            validation_questions(
+                (number for (number, _), _ in good), self.assignment.val_fraction, self.assignment.seed
+            )
+            if val_output
+            else set()
+        )
+        made["written"] = {
+            output: write_records(Path(output), (record for (number, _), record in good if number not in chosen))
+        }
         if val_output:
-            made["written"][val_output] = write_records(Path(val_output), (record for (number, _), record in good if number in chosen))
+            made["written"][val_output] = write_records(
+                Path(val_output), (record for (number, _), record in good if number in chosen)
+            )
         return {"state": "done", "generated": made, "message": None}
 
 # %% ../nbs/08g_generation.ipynb #b0eadc5f

@@ -41,29 +41,34 @@ class GPU:
         return (450 if self.capability >= (8, 0) else 320) + (0 if gpus == 1 else 200)
 
 
-GPUS = tuple(GPU(*line) for line in (
-    ("T4", 15109, (7, 5), 65e12, 320e9, 6e9),
-    ("P100", 16271, (6, 0), 21.2e12, 732e9, 8e9),
-    ("V100", 16151, (7, 0), 125e12, 900e9, 40e9),
-    ("V100-32GB", 32491, (7, 0), 125e12, 900e9, 40e9),
-    ("L4", 22559, (8, 9), 121e12, 300e9, 12e9),
-    ("A10G", 22515, (8, 6), 70e12, 600e9, 12e9),
-    ("A10", 22515, (8, 6), 125e12, 600e9, 12e9),
-    ("L40S", 45455, (8, 9), 362e12, 864e9, 20e9),
-    ("L40", 45455, (8, 9), 181e12, 864e9, 20e9),
-    ("A100-40GB", 40326, (8, 0), 312e12, 1555e9, 200e9),
-    ("A100", 81038, (8, 0), 312e12, 2039e9, 200e9),
-    ("H100 PCIe", 81002, (9, 0), 756e12, 2039e9, 40e9),
-    ("H100", 81002, (9, 0), 989e12, 3352e9, 300e9),
-    ("H200", 143156, (9, 0), 989e12, 4800e9, 300e9),
-    ("RTX 3090", 24248, (8, 6), 71e12, 936e9, 12e9),
-    ("RTX 4090", 24207, (8, 9), 165e12, 1008e9, 12e9),
-))
+GPUS = tuple(
+    GPU(*line)
+    for line in (
+        ("T4", 15109, (7, 5), 65e12, 320e9, 6e9),
+        ("P100", 16271, (6, 0), 21.2e12, 732e9, 8e9),
+        ("V100", 16151, (7, 0), 125e12, 900e9, 40e9),
+        ("V100-32GB", 32491, (7, 0), 125e12, 900e9, 40e9),
+        ("L4", 22559, (8, 9), 121e12, 300e9, 12e9),
+        ("A10G", 22515, (8, 6), 70e12, 600e9, 12e9),
+        ("A10", 22515, (8, 6), 125e12, 600e9, 12e9),
+        ("L40S", 45455, (8, 9), 362e12, 864e9, 20e9),
+        ("L40", 45455, (8, 9), 181e12, 864e9, 20e9),
+        ("A100-40GB", 40326, (8, 0), 312e12, 1555e9, 200e9),
+        ("A100", 81038, (8, 0), 312e12, 2039e9, 200e9),
+        ("H100 PCIe", 81002, (9, 0), 756e12, 2039e9, 40e9),
+        ("H100", 81002, (9, 0), 989e12, 3352e9, 300e9),
+        ("H200", 143156, (9, 0), 989e12, 4800e9, 300e9),
+        ("RTX 3090", 24248, (8, 6), 71e12, 936e9, 12e9),
+        ("RTX 4090", 24207, (8, 9), 165e12, 1008e9, 12e9),
+    )
+)
 
 # %% ../nbs/00e_gpus.ipynb #242f2b15
 def _is_called(known: str, wanted: str) -> bool:
     "Whether the words of the name `known` are in `wanted`, in their order."
-    return bool(re.search(r"(?<![a-z0-9])" + ".*".join(re.findall(r"[a-z0-9]+", known.lower())) + r"(?!\d)", wanted.lower()))
+    return bool(
+        re.search(r"(?<![a-z0-9])" + ".*".join(re.findall(r"[a-z0-9]+", known.lower())) + r"(?!\d)", wanted.lower())
+    )
 
 
 def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
@@ -74,9 +79,13 @@ def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
     number = re.fullmatch(r"\s*(\d+(\.\d+)?)\s*(gi?b)?\s*", str(wanted).lower())
     if number:
         if not 0 < float(number[1]) <= 10_000:
-            raise ConfigError(f"gpu_memory_gib={wanted!r} is no size of a GPU; use GiB, such as 14.75, or a name, such as 'T4'.")
+            raise ConfigError(
+                f"gpu_memory_gib={wanted!r} is no size of a GPU; use GiB, such as 14.75, or a name, such as 'T4'."
+            )
         return GPU(f"{float(number[1]):g} GiB", float(number[1]) * 1024)
-    found = next((gpu for gpu in sorted(GPUS, key=lambda gpu: -len(gpu.name)) if _is_called(gpu.name, str(wanted))), None)
+    found = next(
+        (gpu for gpu in sorted(GPUS, key=lambda gpu: -len(gpu.name)) if _is_called(gpu.name, str(wanted))), None
+    )
     if found is None and memory_mib:
         return GPU(str(wanted), memory_mib)
     if found is None:
@@ -119,7 +128,9 @@ def installed_gpus() -> list[Device]:
     except subprocess.TimeoutExpired:
         raise RuntimeError("nvidia-smi gives no answer") from None
     if done.returncode:
-        raise RuntimeError(f"nvidia-smi fails: {(done.stdout + done.stderr).strip().splitlines()[0] if done.stdout + done.stderr else done.returncode}")
+        raise RuntimeError(
+            f"nvidia-smi fails: {(done.stdout + done.stderr).strip().splitlines()[0] if done.stdout + done.stderr else done.returncode}"
+        )
     found = []
     for line in done.stdout.strip().splitlines():
         words = [word.strip() for word in line.split(",")]

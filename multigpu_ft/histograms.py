@@ -33,16 +33,25 @@ def histograms(strategy: Single) -> dict[str, Histogram]:
     Returns them on the main rank, nothing on others. A tensor with values that are not finite has none. Under ZeRO there are none of gradients, which DeepSpeed
     has used up by then, and those of parameters are after the step.
     """
-    named, state = {name: p for name, p in strategy.unwrap_model().named_parameters() if p.requires_grad}, strategy.state_parts()[0]
+    named, state = (
+        {name: p for name, p in strategy.unwrap_model().named_parameters() if p.requires_grad},
+        strategy.state_parts()[0],
+    )
     parts = {f"gradients/{name}": part_of(p.grad) for name, p in named.items() if p.grad is not None}
     parts |= {f"parameters/{name}": state.get(f"model/{name}") for name in named}
-    spread = {name: part is None or part.spread for name, part in parts.items()}  # of which a rank has nothing, others have some
+    spread = {
+        name: part is None or part.spread for name, part in parts.items()
+    }  # of which a rank has nothing, others have some
     main, together = strategy.world.is_main, any(spread.values())
     if not main and not together:
         return {}
     device = strategy.world.device
-    mine = {name: part.values for name, part in parts.items() if part and part.values.numel() and (main or spread[name])}
-    extremes = torch.full((len(parts), 2), -torch.inf, device=device)  # the lowest with its sign turned, so that one maximum finds both
+    mine = {
+        name: part.values for name, part in parts.items() if part and part.values.numel() and (main or spread[name])
+    }
+    extremes = torch.full(
+        (len(parts), 2), -torch.inf, device=device
+    )  # the lowest with its sign turned, so that one maximum finds both
     for row, name in enumerate(parts):
         if name in mine:
             low, high = torch.aminmax(mine[name])
@@ -68,6 +77,12 @@ def histograms(strategy: Single) -> dict[str, Histogram]:
         return {}
     edges, counted = edges.cpu().numpy(), counted.cpu().numpy()
     return {
-        name: Histogram(edges[row], counted[row, :_BINS].astype(np.int64), float(counted[row, _BINS]), float(counted[row, _BINS + 1]))
-        for row, name in enumerate(parts) if np.isfinite(edges[row]).all() and np.isfinite(counted[row]).all()
+        name: Histogram(
+            edges[row],
+            counted[row, :_BINS].astype(np.int64),
+            float(counted[row, _BINS]),
+            float(counted[row, _BINS + 1]),
+        )
+        for row, name in enumerate(parts)
+        if np.isfinite(edges[row]).all() and np.isfinite(counted[row]).all()
     }

@@ -59,7 +59,10 @@ def client_factory() -> Callable[[], Any]:
             if response.status_code in _BUSY:
                 response.close()
                 after = response.headers.get("Retry-After", "")
-                raise Unreachable(f"{request.url.host} answers {response.status_code} to {request.method}", float(after) if after.isdigit() else 0.0)
+                raise Unreachable(
+                    f"{request.url.host} answers {response.status_code} to {request.method}",
+                    float(after) if after.isdigit() else 0.0,
+                )
             return response
 
     return lambda: Client(event_hooks=usual.event_hooks, follow_redirects=True, timeout=_SILENCE_S)
@@ -95,11 +98,20 @@ def may_pass(error: BaseException) -> bool:
         if isinstance(e, OfflineModeIsEnabled):
             return False
         if isinstance(e, HfHubHTTPError):
-            return getattr(e.response, "status_code", 500) in (*_BUSY, 409, 412)  # the last two: somebody else has just written there
+            return getattr(e.response, "status_code", 500) in (
+                *_BUSY,
+                409,
+                412,
+            )  # the last two: somebody else has just written there
     return isinstance(error, (OSError, RuntimeError)) and not isinstance(error, (FileNotFoundError, PermissionError))
 
 
-def persist(do: Callable[[], Any], patience: Patience, progress: Callable[[], Any] = lambda: None, pause: Callable[[float], None] = time.sleep) -> Any:
+def persist(
+    do: Callable[[], Any],
+    patience: Patience,
+    progress: Callable[[], Any] = lambda: None,
+    pause: Callable[[float], None] = time.sleep,
+) -> Any:
     "What `do()` returns, tried again while its error `may_pass`. When `progress()` has another value than before, the count begins anew."
     failures, seen = 0, progress()
     while True:
@@ -116,7 +128,9 @@ def persist(do: Callable[[], Any], patience: Patience, progress: Callable[[], An
 
 def reason(error: BaseException) -> str:
     "The gist of an error in one line. What follows a question mark in an address may be a signature that works as a key."
-    root = [e for e in _chain(error) if isinstance(e, Unreachable)] or [error.__cause__ if type(error) is RuntimeError and error.__cause__ else error]
+    root = [e for e in _chain(error) if isinstance(e, Unreachable)] or [
+        error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+    ]
     lines = [line.strip() for line in str(root[0]).splitlines() if line.strip()] or [type(root[0]).__name__]
     return re.sub(r"\?\S+", "", " ".join(lines[:2]))[:300]
 
@@ -258,7 +272,9 @@ def fetch_small(repo: str, path: str, revision: str) -> bytes:
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
     content = b""
-    with get_session().stream("GET", hf_hub_url(repo, path, revision=revision), headers=build_hf_headers(), follow_redirects=True) as response:
+    with get_session().stream(
+        "GET", hf_hub_url(repo, path, revision=revision), headers=build_hf_headers(), follow_redirects=True
+    ) as response:
         hf_raise_for_status(response)
         for chunk in response.iter_bytes():
             content += chunk
@@ -275,11 +291,15 @@ def parse_commit(content: bytes) -> dict[str, Any]:
     if PROGRESS_FILE not in commit["files"]:
         raise CheckpointError(f"{COMMIT_FILE} is not one of this package")
     if strange := [name for name in commit["files"] if not _FILE.fullmatch(name)]:
-        raise CheckpointError(f"{COMMIT_FILE} lists {strange[0]!r}; only rank*.safetensors and {PROGRESS_FILE} are taken from the Hub")
+        raise CheckpointError(
+            f"{COMMIT_FILE} lists {strange[0]!r}; only rank*.safetensors and {PROGRESS_FILE} are taken from the Hub"
+        )
     return commit
 
 
-def find_remote(cfg: RunConfig, revision: str | None = None, patience: Patience | None = None, answer_s: float = _ANSWER_S) -> Remote:
+def find_remote(
+    cfg: RunConfig, revision: str | None = None, patience: Patience | None = None, answer_s: float = _ANSWER_S
+) -> Remote:
     """The checkpoint that `cfg.resume_file="hub:..."` names, without its large files. A `revision` found earlier is kept to.
 
     Raises `ConfigError` for a wrong form, `CheckpointError` if the repository or the checkpoint does not exist, may not be read, is damaged, is of
@@ -318,7 +338,9 @@ def _find(repo: str, name: str | None, revision: str | None) -> Remote:
 
     api = HfApi(token=get_token() or False)
     revision = revision or api.model_info(repo).sha
-    sizes = {f.path: f.size for f in api.list_repo_tree(repo, recursive=True, revision=revision) if isinstance(f, RepoFile)}
+    sizes = {
+        f.path: f.size for f in api.list_repo_tree(repo, recursive=True, revision=revision) if isinstance(f, RepoFile)
+    }
     there = folders(list(sizes))
     if not there:
         raise CheckpointError(
@@ -340,7 +362,9 @@ def _find(repo: str, name: str | None, revision: str | None) -> Remote:
     commit, content = commits[newest]
     for file, about in commit["files"].items():
         if sizes.get(f"checkpoints/{newest}/{file}") != about["bytes"]:
-            raise CheckpointError(f"checkpoint {newest} of {repo} is damaged: {file} is missing or has another size than {about['bytes']:,} bytes")
+            raise CheckpointError(
+                f"checkpoint {newest} of {repo} is damaged: {file} is missing or has another size than {about['bytes']:,} bytes"
+            )
     small = {COMMIT_FILE: content, PROGRESS_FILE: fetch_small(repo, f"checkpoints/{newest}/{PROGRESS_FILE}", revision)}
     with tempfile.TemporaryDirectory() as folder:
         for file, content in small.items():

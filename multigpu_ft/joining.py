@@ -53,8 +53,25 @@ def node_settings(cfg: RunConfig) -> RunConfig:
 # %% ../nbs/09j_joining.ipynb #24aa8f75
 _SILENT_S, _LOOK_S = 60.0, 3.0
 _MAY_CHANGE = (  # from one start to the next: nothing that is trained depends on it
-    "run_root", "nproc", "nnodes", "batch_size", "accum_steps", "timeout_s", "join_timeout_s", "max_restarts", "max_hours", "save_every", "save_minutes",
-    "save_failure", "keep", "disk_budget_gb", "tracker", "log_every", "memory_check", "resume_file", "run_name",
+    "run_root",
+    "nproc",
+    "nnodes",
+    "batch_size",
+    "accum_steps",
+    "timeout_s",
+    "join_timeout_s",
+    "max_restarts",
+    "max_hours",
+    "save_every",
+    "save_minutes",
+    "save_failure",
+    "keep",
+    "disk_budget_gb",
+    "tracker",
+    "log_every",
+    "memory_check",
+    "resume_file",
+    "run_name",
 )
 
 
@@ -76,15 +93,24 @@ def open_run(cfg: RunConfig, node: Node, end_idx: int | None) -> RunDir:
     run_dir = RunDir.common(cfg, end_idx)
     node_dir = run_dir.of_node(node.rank)
     if _is_running(node_dir):
-        raise NodesError(f"node {node.rank} of {run_dir.name} is running already, in {node_dir.path}; stop it first, or choose another run_name.")
+        raise NodesError(
+            f"node {node.rank} of {run_dir.name} is running already, in {node_dir.path}; stop it first, or choose another run_name."
+        )
     if node.rank == 0 and (run_dir.path / "config.json").exists():
         earlier = run_dir.config()
-        differ = [f"{k}={getattr(earlier, k)!r} there, {v!r} now" for k, v in cfg.model_dump().items() if k not in _MAY_CHANGE and getattr(earlier, k) != v]
+        differ = [
+            f"{k}={getattr(earlier, k)!r} there, {v!r} now"
+            for k, v in cfg.model_dump().items()
+            if k not in _MAY_CHANGE and getattr(earlier, k) != v
+        ]
         if differ:
             raise ConfigError(
                 f"{run_dir.path} holds a run with other settings ({'; '.join(differ)}). Choose another run_name; it goes on from that one's newest checkpoint."
             )
-        if earlier.batch_size < cfg.batch_size and earlier.batch_size * earlier.accum_steps == cfg.batch_size * cfg.accum_steps:
+        if (
+            earlier.batch_size < cfg.batch_size
+            and earlier.batch_size * earlier.accum_steps == cfg.batch_size * cfg.accum_steps
+        ):
             cfg = cfg.replace(batch_size=earlier.batch_size, accum_steps=earlier.accum_steps)  # what memory allowed
     node_dir.write_config(cfg)
     begin_anew(node_dir)

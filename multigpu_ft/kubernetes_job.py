@@ -16,7 +16,17 @@ import yaml
 
 from .cluster_api import submit as send
 from multigpu_ft.cluster_pods import (
-    ACCOUNT, RDZV_PORT, RUN_ROOT, SHARED, TENSORBOARD_PORT, claim, command, environment, labels, node_template, tensorboard_template,
+    ACCOUNT,
+    RDZV_PORT,
+    RUN_ROOT,
+    SHARED,
+    TENSORBOARD_PORT,
+    claim,
+    command,
+    environment,
+    labels,
+    node_template,
+    tensorboard_template,
 )
 from .config import ConfigError, RunConfig
 from .resources import SECRET_NAME, Resources, secret_command
@@ -50,7 +60,11 @@ def _refuse_files_of_here(cfg: RunConfig) -> None:
 def _needs_internet(cfg: RunConfig, resources: Resources) -> bool:
     "Whether pods speak to the Hub or to W&B."
     places = [cfg.model, cfg.dataset, cfg.eval_dataset or "builtin:", cfg.resume_file]
-    remote = [place for place in places if not place.startswith(("builtin:", f"{SHARED}/")) and (place != cfg.resume_file or place.startswith("hub:"))]
+    remote = [
+        place
+        for place in places
+        if not place.startswith(("builtin:", f"{SHARED}/")) and (place != cfg.resume_file or place.startswith("hub:"))
+    ]
     return bool(remote or cfg.hf_repo or "wandb" in cfg.trackers or "RESULT_MODEL_ID" in resources.config_map)
 
 
@@ -63,7 +77,11 @@ def _in_cluster(cfg: RunConfig, resources: Resources, name: str) -> RunConfig:
             f"{' and '.join(needed)} will be needed (hf_repo={cfg.hf_repo!r}, tracker={cfg.tracker!r}), but resources name no secret; make one,\n"
             f"  {secret_command(resources.namespace, tuple(needed))}\nand write secret: {SECRET_NAME}."
         )
-    changes: dict[str, Any] = {"run_root": RUN_ROOT, "run_name": name, "nproc": resources.resources.gpu.accelerator_count or cfg.nproc or 1}
+    changes: dict[str, Any] = {
+        "run_root": RUN_ROOT,
+        "run_name": name,
+        "nproc": resources.resources.gpu.accelerator_count or cfg.nproc or 1,
+    }
     changes["tracker"] = ",".join(dict.fromkeys([*cfg.trackers, "tensorboard"]))  # nobody sees the panel there
     if cfg.deepspeed_config and not cfg.deepspeed_config.lstrip().startswith("{"):
         read_zero_config(cfg)
@@ -76,9 +94,16 @@ _WATCHER, _RBAC = f"{ACCOUNT}-watcher", "rbac.authorization.k8s.io"
 Manifest = dict[str, Any]
 
 
-def _object(api: str, kind: str, name: str, namespace: str | None, marks: dict[str, str] | None = None, **body: Any) -> Manifest:
+def _object(
+    api: str, kind: str, name: str, namespace: str | None, marks: dict[str, str] | None = None, **body: Any
+) -> Manifest:
     marks = {**(marks or {"app.kubernetes.io/name": "multigpu-ft"}), "app.kubernetes.io/managed-by": "multigpu-ft"}
-    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, **({"namespace": namespace} if namespace else {}), "labels": marks}, **body}
+    return {
+        "apiVersion": api,
+        "kind": kind,
+        "metadata": {"name": name, **({"namespace": namespace} if namespace else {}), "labels": marks},
+        **body,
+    }
 
 
 def _of_the_namespace(resources: Resources) -> list[Manifest]:
@@ -94,46 +119,73 @@ def _of_the_namespace(resources: Resources) -> list[Manifest]:
     reads = ["get", "list", "watch"]
     rules = [
         {"apiGroups": [""], "resources": ["pods", "pods/log", "services", "events"], "verbs": reads},
-        {"apiGroups": [""], "resources": ["pods/portforward"], "verbs": ["get", "create"]},  # get: over websockets, before 1.35
+        {
+            "apiGroups": [""],
+            "resources": ["pods/portforward"],
+            "verbs": ["get", "create"],
+        },  # get: over websockets, before 1.35
         {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": reads},
         {"apiGroups": ["trainer.kubeflow.org"], "resources": ["trainjobs"], "verbs": reads},
     ]
-    role, who = {"apiGroup": _RBAC, "kind": "Role", "name": _WATCHER}, [{"kind": "ServiceAccount", "name": _WATCHER, "namespace": space}]
+    role, who = (
+        {"apiGroup": _RBAC, "kind": "Role", "name": _WATCHER},
+        [{"kind": "ServiceAccount", "name": _WATCHER, "namespace": space}],
+    )
     return [
-        *found, *(_object("v1", "ServiceAccount", account, space, automountServiceAccountToken=False) for account in (ACCOUNT, _WATCHER)),
-        _object(f"{_RBAC}/v1", "Role", _WATCHER, space, rules=rules), _object(f"{_RBAC}/v1", "RoleBinding", _WATCHER, space, roleRef=role, subjects=who),
+        *found,
+        *(
+            _object("v1", "ServiceAccount", account, space, automountServiceAccountToken=False)
+            for account in (ACCOUNT, _WATCHER)
+        ),
+        _object(f"{_RBAC}/v1", "Role", _WATCHER, space, rules=rules),
+        _object(f"{_RBAC}/v1", "RoleBinding", _WATCHER, space, roleRef=role, subjects=who),
     ]
 
 # %% ../nbs/12b_kubernetes_job.ipynb #8240e066
-_PRIVATE = {"0.0.0.0/0": ["10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"], "::/0": ["fc00::/7", "fe80::/10"]}
+_PRIVATE = {
+    "0.0.0.0/0": ["10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"],
+    "::/0": ["fc00::/7", "fe80::/10"],
+}
 
 
 def _policies(resources: Resources, name: str, internet: bool) -> list[Manifest]:
     nodes, board = ({"matchLabels": labels(name, component)} for component in ("node", "tensorboard"))
     dns = {
         "to": [
-            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}, "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}}},
+            {
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
+                "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
+            },
             {"ipBlock": {"cidr": "169.254.0.0/16"}},
         ],
         "ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")],
     }
-    outside = {"to": [{"ipBlock": {"cidr": cidr, "except": inner}} for cidr, inner in _PRIVATE.items()], "ports": [{"protocol": "TCP", "port": 443}]}
+    outside = {
+        "to": [{"ipBlock": {"cidr": cidr, "except": inner}} for cidr, inner in _PRIVATE.items()],
+        "ports": [{"protocol": "TCP", "port": 443}],
+    }
     space, kinds, peers = resources.namespace, ["Ingress", "Egress"], [{"podSelector": nodes}]
     egress = [{"to": peers}, dns, *([outside] if internet else [])]
     listen = [{"from": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": TENSORBOARD_PORT}]}]
 
     def policy(component: str, **spec: Any) -> Manifest:
         spec["policyTypes"] = kinds
-        return _object("networking.k8s.io/v1", "NetworkPolicy", f"{name}-{component}", space, labels(name, component), spec=spec)
+        return _object(
+            "networking.k8s.io/v1", "NetworkPolicy", f"{name}-{component}", space, labels(name, component), spec=spec
+        )
 
     return [
-        policy("node", podSelector=nodes, ingress=[{"from": peers}], egress=egress), policy("tensorboard", podSelector=board, ingress=listen, egress=[]),
+        policy("node", podSelector=nodes, ingress=[{"from": peers}], egress=egress),
+        policy("tensorboard", podSelector=board, ingress=listen, egress=[]),
     ]
 
 
 def _config_maps(cfg: RunConfig, resources: Resources, name: str, offline: bool) -> list[Manifest]:
     files = {name: {"cfg.json": json.dumps(cfg.model_dump(), indent=1)}, f"{name}-env": environment(resources, offline)}
-    return [_object("v1", "ConfigMap", which, resources.namespace, labels(name, "node"), immutable=True, data=data) for which, data in files.items()]
+    return [
+        _object("v1", "ConfigMap", which, resources.namespace, labels(name, "node"), immutable=True, data=data)
+        for which, data in files.items()
+    ]
 
 
 def _tensorboard(resources: Resources, name: str) -> list[Manifest]:
@@ -157,8 +209,14 @@ def _job_spec(resources: Resources, template: dict[str, Any]) -> dict[str, Any]:
     ]
     nodes = resources.replicas
     return {
-        "completionMode": "Indexed", "completions": nodes, "parallelism": nodes, "backoffLimit": resources.restarts * nodes, "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": rules}, "successPolicy": {"rules": [{"succeededIndexes": "0"}]}, "template": template,
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": resources.restarts * nodes,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": rules},
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+        "template": template,
     }
 
 
@@ -166,12 +224,17 @@ def _job(resources: Resources, name: str) -> list[Manifest]:
     "The Service that gives pods their host names, and the Job."
     marks, space = labels(name, "node"), resources.namespace
     service = {
-        "clusterIP": "None", "selector": marks, "ports": [{"name": "rdzv", "port": RDZV_PORT}],
+        "clusterIP": "None",
+        "selector": marks,
+        "ports": [{"name": "rdzv", "port": RDZV_PORT}],
         "publishNotReadyAddresses": True,  # peers look each other up while they start
     }
-    template = node_template(resources, name, command(resources, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}:{RDZV_PORT}"), subdomain=name)
+    template = node_template(
+        resources, name, command(resources, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}:{RDZV_PORT}"), subdomain=name
+    )
     return [
-        _object("v1", "Service", name, space, marks, spec=service), _object("batch/v1", "Job", name, space, marks, spec=_job_spec(resources, template)),
+        _object("v1", "Service", name, space, marks, spec=service),
+        _object("batch/v1", "Job", name, space, marks, spec=_job_spec(resources, template)),
     ]
 
 # %% ../nbs/12b_kubernetes_job.ipynb #a7ba7adc
@@ -180,14 +243,41 @@ _TRAINER = "trainer.kubeflow.org"
 
 def _train_job(resources: Resources, name: str) -> list[Manifest]:
     marks, space = labels(name, "node"), resources.namespace
-    template = node_template(resources, name, command(resources, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)", "$(PET_NNODES)"))
-    job = {"name": "node", "template": {"metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}}, "spec": _job_spec(resources, template)}}
-    policy = {"numNodes": resources.replicas, "torch": {"numProcPerNode": resources.resources.gpu.accelerator_count or 1}}
+    template = node_template(
+        resources,
+        name,
+        command(resources, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)", "$(PET_NNODES)"),
+    )
+    job = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}},
+            "spec": _job_spec(resources, template),
+        },
+    }
+    policy = {
+        "numNodes": resources.replicas,
+        "torch": {"numProcPerNode": resources.resources.gpu.accelerator_count or 1},
+    }
     runtime = {"mlPolicy": policy, "template": {"spec": {"replicatedJobs": [job]}}}
     reference = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": name}
     return [
-        _object(f"{_TRAINER}/v1alpha1", "TrainingRuntime", name, space, {**marks, f"{_TRAINER}/framework": "torch"}, spec=runtime),
-        _object(f"{_TRAINER}/v1alpha1", "TrainJob", name, space, marks, spec={"runtimeRef": reference, "trainer": {"numNodes": resources.replicas}}),
+        _object(
+            f"{_TRAINER}/v1alpha1",
+            "TrainingRuntime",
+            name,
+            space,
+            {**marks, f"{_TRAINER}/framework": "torch"},
+            spec=runtime,
+        ),
+        _object(
+            f"{_TRAINER}/v1alpha1",
+            "TrainJob",
+            name,
+            space,
+            marks,
+            spec={"runtimeRef": reference, "trainer": {"numNodes": resources.replicas}},
+        ),
     ]
 
 
@@ -199,7 +289,9 @@ class Manifests:
 
     def __init__(self, name: str, manifests: list[Manifest]) -> None:
         self.name = name
-        self.manifests: list[Manifest] = json.loads(json.dumps(manifests))  # no two share a part, which YAML would write as a reference
+        self.manifests: list[Manifest] = json.loads(
+            json.dumps(manifests)
+        )  # no two share a part, which YAML would write as a reference
         self.cluster: str | None = None
         self.remarks: list[str] = []
         self.files: list[Path] = []
@@ -228,7 +320,9 @@ class Manifests:
         self.files = []
         for number, manifest in enumerate(self.manifests):
             suffix = manifest["metadata"]["name"].removeprefix(self.name).removeprefix(ACCOUNT).strip("-")
-            self.files.append(folder / f"{'-'.join(filter(None, (f'{number:02}', manifest['kind'].lower(), suffix)))}.yaml")
+            self.files.append(
+                folder / f"{'-'.join(filter(None, (f'{number:02}', manifest['kind'].lower(), suffix)))}.yaml"
+            )
             self.files[-1].write_text(yaml.safe_dump(manifest, sort_keys=False, width=160))
         return self.files
 
@@ -236,14 +330,25 @@ class Manifests:
         "What there is, as JSON takes it."
         objects = [{"kind": m["kind"], "name": m["metadata"]["name"]} for m in self.manifests]
         files = [str(path) for path in self.files]
-        return {"name": self.name, "namespace": self.namespace, "cluster": self.cluster, "objects": objects, "files": files, "remarks": self.remarks}
+        return {
+            "name": self.name,
+            "namespace": self.namespace,
+            "cluster": self.cluster,
+            "objects": objects,
+            "files": files,
+            "remarks": self.remarks,
+        }
 
     def _facts(self) -> list[tuple[str, str]]:
         container = self.pod["spec"]["containers"][0]
         limits = ", ".join(f"{amount} {kind}" for kind, amount in container["resources"]["limits"].items())
-        said = f"sent to {self.cluster}" if self.cluster else "not sent; kubectl apply -f FOLDER, or submit=True, sends it"
+        said = (
+            f"sent to {self.cluster}" if self.cluster else "not sent; kubectl apply -f FOLDER, or submit=True, sends it"
+        )
         return [
-            ("run", f"{self.name} in namespace {self.namespace}, {said}"), ("each pod", " ".join(container["command"])), ("image", container["image"]),
+            ("run", f"{self.name} in namespace {self.namespace}, {said}"),
+            ("each pod", " ".join(container["command"])),
+            ("image", container["image"]),
             ("limits", limits),
         ]
 
@@ -255,15 +360,23 @@ class Manifests:
 
     def _repr_html_(self) -> str:
         cell = '<td style="text-align:left;padding:1px 12px 1px 0">'
-        rows = "".join(f"<tr>{cell}{escape(name)}</td>{cell}<code>{escape(value)}</code></td></tr>" for name, value in self._facts())
+        rows = "".join(
+            f"<tr>{cell}{escape(name)}</td>{cell}<code>{escape(value)}</code></td></tr>"
+            for name, value in self._facts()
+        )
         rows += "".join(f"<tr>{cell}!</td>{cell}{escape(remark)}</td></tr>" for remark in self.remarks)
-        rows += "".join(f"<tr>{cell}{escape(m['kind'])}</td>{cell}{escape(m['metadata']['name'])}</td></tr>" for m in self.manifests)
+        rows += "".join(
+            f"<tr>{cell}{escape(m['kind'])}</td>{cell}{escape(m['metadata']['name'])}</td></tr>" for m in self.manifests
+        )
         return f"<table>{rows}</table>"
 
 
 def deploy_kubernetes(
-    cfg: RunConfig, resources: Resources | str | Path | dict[str, Any], out: str | Path | None = None,
-    target: Literal["job", "trainjob"] = "job", submit: bool = False,
+    cfg: RunConfig,
+    resources: Resources | str | Path | dict[str, Any],
+    out: str | Path | None = None,
+    target: Literal["job", "trainjob"] = "job",
+    submit: bool = False,
 ) -> Manifests:
     """What `cfg` is in a cluster, written to a folder and, only if asked, sent.
 
@@ -281,10 +394,16 @@ def deploy_kubernetes(
     resources = Resources.read(resources)
     name, internet = _run_name(cfg, resources), _needs_internet(cfg, resources)
     settled = _in_cluster(cfg, resources, name)
-    found = Manifests(name, [
-        *_of_the_namespace(resources), *_policies(resources, name, internet), *_config_maps(settled, resources, name, offline=not internet),
-        *_JOB_OF[target](resources, name), *_tensorboard(resources, name),
-    ])
+    found = Manifests(
+        name,
+        [
+            *_of_the_namespace(resources),
+            *_policies(resources, name, internet),
+            *_config_maps(settled, resources, name, offline=not internet),
+            *_JOB_OF[target](resources, name),
+            *_tensorboard(resources, name),
+        ],
+    )
     if out:
         found.write(out)
     if submit:

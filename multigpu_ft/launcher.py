@@ -40,7 +40,9 @@ from .zero_config import with_zero_config
 
 # %% ../nbs/10_launcher.ipynb #8341b940
 _SILENT_S = 300.0  # after which a run on another machine, whose processes cannot be looked at, counts as gone
-_STOP_GRACE_S = 7.0  # ranks have to be gone 10 s after an interrupt, unless a step is longer or a checkpoint is being written
+_STOP_GRACE_S = (
+    7.0  # ranks have to be gone 10 s after an interrupt, unless a step is longer or a checkpoint is being written
+)
 _SAVE_GRACE_S = 300.0
 
 
@@ -95,7 +97,11 @@ class Run:
             return None
         status = self.status
         checkpoints = self.dir.checkpoints()
-        left = f"; its newest checkpoint is {checkpoints[-1].name}, and the same settings again go on from it" if checkpoints else ""
+        left = (
+            f"; its newest checkpoint is {checkpoints[-1].name}, and the same settings again go on from it"
+            if checkpoints
+            else ""
+        )
         gone = (
             f"the processes of {self.name} are gone without a word, since {age(time.time() - status.get('heartbeat', 0))}: "
             f"killed, or ended with their machine{left}. Its logs are in {self.dir.path / 'logs'}"
@@ -113,7 +119,9 @@ class Run:
         if not path.exists():  # of another node, if this is where it can be seen
             path = next(self.dir.main.path.glob(f"nodes/*/logs/{path.name}"), path)
         if not path.exists():
-            raise ValueError(f"{self.name} has no log of rank {rank!r}; there are: {', '.join(sorted(p.stem for p in path.parent.iterdir()))}.")
+            raise ValueError(
+                f"{self.name} has no log of rank {rank!r}; there are: {', '.join(sorted(p.stem for p in path.parent.iterdir()))}."
+            )
         return tail(path, lines) if lines else path.read_text(errors="replace")
 
     def show(self, panel: bool | Place | None = None) -> None:
@@ -125,7 +133,9 @@ class Run:
             self._view.end(self._line, None)
         self._view = self._make_view(panel)
         if self._alive():
-            self._follower = threading.Thread(target=self._follow, args=(self._view,), name=f"follow-{self.name}", daemon=True)
+            self._follower = threading.Thread(
+                target=self._follow, args=(self._view,), name=f"follow-{self.name}", daemon=True
+            )
             self._follower.start()
         else:
             self._ended = False  # shown once more
@@ -161,7 +171,9 @@ class Run:
                 raise
         failure = self._end()
         if self._follower:
-            self._follower.join(5)  # at the end of a script the interpreter would take it down in the middle of something
+            self._follower.join(
+                5
+            )  # at the end of a script the interpreter would take it down in the middle of something
         if failure:
             raise failure from None
         if message := self.status.get("message"):
@@ -197,10 +209,14 @@ class Run:
             saving = time.monotonic() - busy < 2  # one activity may follow another
             if any(is_stopped(pid) for pid in status.get("pids", {}).get("ranks", [])):
                 step_s = 0.0  # no step will end that a stopped rank has part in
-            save_s = _SAVE_GRACE_S + 2 * status.get("checkpoint_bytes", 0) / 50e6  # a save in flight and the last one, on a slow disk
+            save_s = (
+                _SAVE_GRACE_S + 2 * status.get("checkpoint_bytes", 0) / 50e6
+            )  # a save in flight and the last one, on a slow disk
             if self._is_elsewhere(status):
                 pass  # its processes cannot be reached from here; they will see the request
-            elif (status["state"] == "starting" and alone) or waited > (save_s if saving else max(_STOP_GRACE_S, 2 * step_s + 5)):
+            elif (status["state"] == "starting" and alone) or waited > (
+                save_s if saving else max(_STOP_GRACE_S, 2 * step_s + 5)
+            ):
                 self.kill()
             look()
             time.sleep(0.1)
@@ -208,7 +224,9 @@ class Run:
     def kill(self) -> None:
         "End all processes of the run at once, without saving."
         if self._is_elsewhere(self.status):
-            raise ConfigError(f"{self.name} runs on {self.status['host']}, and only there it can be killed; run.stop() reaches it from here.")
+            raise ConfigError(
+                f"{self.name} runs on {self.status['host']}, and only there it can be killed; run.stop() reaches it from here."
+            )
         with self._ending:  # whoever follows the run shall not take this for a failure
             for process in processes_of(self.dir):
                 try:
@@ -232,12 +250,25 @@ class Run:
         last = held_out[0] if held_out and start < held_out[0] else self.status["num_rows"] if end else None
         if end is None or (end >= last and self.state == "done"):
             return None
-        own = ("start_idx", "end_idx", "run_name", "resume_file", "resume_scope", "slice_size", "initial_epoch", "max_steps")
+        own = (
+            "start_idx",
+            "end_idx",
+            "run_name",
+            "resume_file",
+            "resume_scope",
+            "slice_size",
+            "initial_epoch",
+            "max_steps",
+        )
         changed = {k: v for k, v in changed_settings(self.config).items() if k not in own}
         if end - start != RunConfig().slice_size and end < last:
             changed["slice_size"] = end - start
         first = end if self.state == "done" else start
-        words = [word for k, v in {"start_idx": first, **changed}.items() for word in ("-p", k, "none" if v is None else str(v))]
+        words = [
+            word
+            for k, v in {"start_idx": first, **changed}.items()
+            for word in ("-p", k, "none" if v is None else str(v))
+        ]
         return shlex.join(["papermill", str(recipe()), f"slice-{first}.ipynb", *words])
 
     def _line(self) -> str:
@@ -278,7 +309,9 @@ class Run:
                 return self.failure
             if self._agent and self._agent.returncode and self.status["state"] in LIVE_STATES:
                 text = f"the torchrun agent (pid {self._agent.pid}) {ending(self._agent.returncode)}, and its ranks with it. The end of its log:\n"
-                self.dir.update_status(state="failed", activity=None, failure={"text": text + tail(self.dir.log_file("agent"))})
+                self.dir.update_status(
+                    state="failed", activity=None, failure={"text": text + tail(self.dir.log_file("agent"))}
+                )
             picture = self._save_picture() if draw else None
             if self._view:
                 self._show_progress(self._view)
@@ -303,9 +336,16 @@ class Run:
 
 # %% ../nbs/10_launcher.ipynb #e383e580
 def launch(
-    what: RunConfig | Callable[..., Any] | str | Path, *args: Any,
-    nproc: int | None = None, wait: bool = True, detach: bool = False, panel: bool | Place | None = None, force: bool = False,
-    nnodes: int | None = None, node_rank: int | None = None, rdzv: str | None = None,
+    what: RunConfig | Callable[..., Any] | str | Path,
+    *args: Any,
+    nproc: int | None = None,
+    wait: bool = True,
+    detach: bool = False,
+    panel: bool | Place | None = None,
+    force: bool = False,
+    nnodes: int | None = None,
+    node_rank: int | None = None,
+    rdzv: str | None = None,
 ) -> Any:
     """Start a run, or a function or a script on several ranks.
 
@@ -322,11 +362,15 @@ def launch(
     """
     if isinstance(what, RunConfig):
         if args or nproc is not None:
-            raise ConfigError("arguments and nproc= belong to a function; a run's settings are in its RunConfig: launch(cfg.replace(nproc=2)).")
+            raise ConfigError(
+                "arguments and nproc= belong to a function; a run's settings are in its RunConfig: launch(cfg.replace(nproc=2))."
+            )
         cfg = what if nnodes is None else what.replace(nnodes=nnodes)
         return _launch_run(cfg, wait, detach, panel, force, find_node(cfg, node_rank, rdzv))
     if (nnodes, node_rank, rdzv) != (None, None, None):
-        raise ConfigError("nnodes=, node_rank= and rdzv= belong to a RunConfig; functions and scripts run on one machine.")
+        raise ConfigError(
+            "nnodes=, node_rank= and rdzv= belong to a RunConfig; functions and scripts run on one machine."
+        )
     if not callable(what) and not isinstance(what, str | Path):
         raise ConfigError(
             f"launch takes a RunConfig or a function, not a {type(what).__name__}; RunConfig(...) or RunConfig.preset(name) makes one. "
@@ -338,11 +382,15 @@ def launch(
     if callable(what):
         return call(what, args, nproc)
     if not Path(what).is_file():
-        raise ConfigError(f"there is no script {str(what)!r} here, in {os.getcwd()}; launch takes the path of a Python file, a RunConfig or a function.")
+        raise ConfigError(
+            f"there is no script {str(what)!r} here, in {os.getcwd()}; launch takes the path of a Python file, a RunConfig or a function."
+        )
     return call(run_script, (str(what), *args), nproc)
 
 
-def _launch_run(cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | None, force: bool, node: Node | None) -> Run:
+def _launch_run(
+    cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | None, force: bool, node: Node | None
+) -> Run:
     use_secrets()
     cfg = for_this_machine(cfg)
     cfg = node_settings(cfg) if node else cfg
@@ -363,10 +411,20 @@ def _launch_run(cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | 
     if plan:
         write_json(run_dir.path / PLAN_FILE, plan)
     others = range(1, cfg.nnodes) if node and not node.rank else ()
-    commands = [f"on node {other}: {node_command(run_dir.config().replace(run_root=cfg.run_root), other, node.rdzv)}" for other in others]
+    commands = [
+        f"on node {other}: {node_command(run_dir.config().replace(run_root=cfg.run_root), other, node.rdzv)}"
+        for other in others
+    ]
     say("\n".join([f"{run_dir.name}: {line}" for line in [origin, *remarks, *commands]]))
     parent = {} if detach else {"launcher": os.getpid()}
-    run_dir.update_status(state="starting", pids=parent, host=socket.gethostname(), launched=time.time(), session_end=session_end(), **pinned)
+    run_dir.update_status(
+        state="starting",
+        pids=parent,
+        host=socket.gethostname(),
+        launched=time.time(),
+        session_end=session_end(),
+        **pinned,
+    )
     run = Run(run_dir, agent := start_supervisor(run_dir, node) if node else start_agent(run_dir))
     try:
         run_dir.update_status(pids={**parent, "agent": agent.pid})
@@ -394,16 +452,28 @@ class Runs(list[Run]):
         loss, total = newest[-1].get("loss") if newest else None, status.get("total_steps")
         step = f"{status.get('slice_step', 0):,}/{total:,}" if total else "-"
         odd = "processes are gone" if state == "failed" and status["state"] in LIVE_STATES else ""
-        return run.name, state, step, "-" if loss is None else f"{loss:.4f}", age(time.time() - status.get("heartbeat", time.time())), odd
+        return (
+            run.name,
+            state,
+            step,
+            "-" if loss is None else f"{loss:.4f}",
+            age(time.time() - status.get("heartbeat", time.time())),
+            odd,
+        )
 
     def __repr__(self) -> str:
         rows = [self._COLUMNS, *self.table()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self._COLUMNS))]
-        return "\n".join("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(
+            "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
 
     def _repr_html_(self) -> str:
         head = "".join(f'<th style="text-align:left">{name}</th>' for name in self._COLUMNS)
-        body = "".join("<tr>" + "".join(f'<td style="text-align:left">{escape(word)}</td>' for word in row) + "</tr>" for row in self.table())
+        body = "".join(
+            "<tr>" + "".join(f'<td style="text-align:left">{escape(word)}</td>' for word in row) + "</tr>"
+            for row in self.table()
+        )
         return f"<table><tr>{head}</tr>{body}</table>"
 
 
@@ -411,7 +481,9 @@ def runs(run_root: str | Path | None = None) -> Runs:
     "The runs under `run_root` (None: where runs are kept by default), oldest first."
     found = Runs()
     root = Path(run_root or default_run_root())
-    parts = [p for p in root.glob("*/nodes/node-*/config.json") if not (p.parents[2] / "config.json").exists()]  # node 0 and its files are elsewhere
+    parts = [
+        p for p in root.glob("*/nodes/node-*/config.json") if not (p.parents[2] / "config.json").exists()
+    ]  # node 0 and its files are elsewhere
     for path in sorted([*root.glob("*/config.json"), *parts], key=lambda p: p.stat().st_mtime):
         with suppress(ConfigError):  # of a version with other settings
             found.append(Run(path.parent))
@@ -427,7 +499,11 @@ def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str], str | 
         return f"{what} {remote}", ledger_remarks(remote.trained, cfg.start_idx, end), remote.revision
     candidates = find_checkpoints(cfg)
     if not candidates:
-        return f"starts from the base model{'' if cfg.resume_file == 'none' else f'; there is no checkpoint of it and its data under {cfg.run_root}'}", [], None
+        return (
+            f"starts from the base model{'' if cfg.resume_file == 'none' else f'; there is no checkpoint of it and its data under {cfg.run_root}'}",
+            [],
+            None,
+        )
     newest = candidates[0]
     if is_foreign(newest):
         return f"starts from the weights in {newest}", [], None
@@ -435,4 +511,8 @@ def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str], str | 
         trained = read_progress(newest)["trained"]
     except CheckpointError:
         trained = []
-    return f"{what} checkpoint {newest.name} of {newest.parents[1].name}", ledger_remarks(trained, cfg.start_idx, end), None
+    return (
+        f"{what} checkpoint {newest.name} of {newest.parents[1].name}",
+        ledger_remarks(trained, cfg.start_idx, end),
+        None,
+    )

@@ -20,7 +20,17 @@ from typing import Any
 
 from .config import CheckpointError, ConfigError, RunConfig
 from .processes import processes_of
-from .rundir import COMMIT_FILE, HUB_FILE, LIVE_STATES, PARTIAL, RunDir, commit_digest, read_commit, saved_at, write_json
+from multigpu_ft.rundir import (
+    COMMIT_FILE,
+    HUB_FILE,
+    LIVE_STATES,
+    PARTIAL,
+    RunDir,
+    commit_digest,
+    read_commit,
+    saved_at,
+    write_json,
+)
 
 # %% ../nbs/00b_lineage.ipynb #5dccaf56
 PROGRESS_FILE = "progress.json"
@@ -109,7 +119,9 @@ def is_local(identity: str) -> bool:
 
 def without_folder(name: str) -> str:
     "Of a local file or folder its name, of a Hub id all of it. `name` is one of a configuration or of a fingerprint."
-    return name.partition(_IN_FOLDER)[0] if is_local(name) else Path(name).resolve().name if os.path.exists(name) else name
+    return (
+        name.partition(_IN_FOLDER)[0] if is_local(name) else Path(name).resolve().name if os.path.exists(name) else name
+    )
 
 
 def content_sample(path: Path, head: int | None = None) -> list[Any]:
@@ -131,7 +143,11 @@ def content_sample(path: Path, head: int | None = None) -> list[Any]:
 
 def contents(cfg: RunConfig) -> dict[str, list[Any]]:
     "Samples of the local files that `cfg` trains on and from, by field; a checkpoint carries them beside its fingerprint."
-    return {field: content_sample(Path(getattr(cfg, field))) for field in ("model", "dataset") if os.path.exists(getattr(cfg, field))}
+    return {
+        field: content_sample(Path(getattr(cfg, field)))
+        for field in ("model", "dataset")
+        if os.path.exists(getattr(cfg, field))
+    }
 
 
 def at_home(stored: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
@@ -139,7 +155,9 @@ def at_home(stored: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
     found = dict(stored)
     for field, (head, digest) in stored.get("contents", {}).items():
         path, here, there = Path(getattr(cfg, field)), _identity(getattr(cfg, field)), stored[field]
-        moved = os.path.exists(path) and here != there and here.partition(_IN_FOLDER)[0] == there.partition(_IN_FOLDER)[0]
+        moved = (
+            os.path.exists(path) and here != there and here.partition(_IN_FOLDER)[0] == there.partition(_IN_FOLDER)[0]
+        )
         if moved and (head is None or head in range(_HEAD + 1)) and content_sample(path, head)[1] == digest:
             found[field] = here
     return found
@@ -148,10 +166,16 @@ def at_home(stored: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
 def fingerprint(cfg: RunConfig) -> dict[str, Any]:
     "What must agree between a checkpoint and the run that continues from it."
     return {
-        "model": _identity(cfg.model), "revision": cfg.revision,
-        "dataset": _identity(cfg.dataset), "dataset_split": cfg.dataset_split, "dataset_revision": cfg.dataset_revision,
-        "task": cfg.task, "fields": _fields(cfg),
-        "adapter": None if cfg.tuning == "full" else {"r": cfg.lora_r, "alpha": cfg.lora_alpha, "target_modules": cfg.lora_target_modules},
+        "model": _identity(cfg.model),
+        "revision": cfg.revision,
+        "dataset": _identity(cfg.dataset),
+        "dataset_split": cfg.dataset_split,
+        "dataset_revision": cfg.dataset_revision,
+        "task": cfg.task,
+        "fields": _fields(cfg),
+        "adapter": None
+        if cfg.tuning == "full"
+        else {"r": cfg.lora_r, "alpha": cfg.lora_alpha, "target_modules": cfg.lora_target_modules},
     }
 
 
@@ -159,13 +183,23 @@ def _fields(cfg: RunConfig) -> list[str]:
     "The columns that `cfg`'s task reads."
     if cfg.task == "chat":
         return [cfg.messages_field]
-    return [cfg.text_field, *([cfg.text_pair_field] if cfg.text_pair_field else []), *([cfg.label_field] if cfg.task == "classification" else [])]
+    return [
+        cfg.text_field,
+        *([cfg.text_pair_field] if cfg.text_pair_field else []),
+        *([cfg.label_field] if cfg.task == "classification" else []),
+    ]
 
 
 def difference(stored: dict[str, Any], wanted: dict[str, Any], scope: str = "all") -> str:
     "In words, what differs between a checkpoint's fingerprint and the `wanted` one; empty if nothing. Weights alone may go on with other data."
-    counts = [name for name in wanted if scope == "all" or name in ("model", "revision", "tokenizer", "adapter", "labels")]
-    return "; ".join(f"{name}: checkpoint {stored.get(name)!r}, this run {wanted[name]!r}" for name in counts if stored.get(name) != wanted[name])
+    counts = [
+        name for name in wanted if scope == "all" or name in ("model", "revision", "tokenizer", "adapter", "labels")
+    ]
+    return "; ".join(
+        f"{name}: checkpoint {stored.get(name)!r}, this run {wanted[name]!r}"
+        for name in counts
+        if stored.get(name) != wanted[name]
+    )
 
 # %% ../nbs/00b_lineage.ipynb #595c514d
 _FOREIGN = (".pt", ".pth")
@@ -192,7 +226,12 @@ def belongs(checkpoint: Path, cfg: RunConfig) -> bool:
 
 
 _SCRATCH = ("/kaggle/temp/runs", "/content/runs")
-_KEPT = ("kaggle/working/runs", "kaggle/input/*/runs", "kaggle/input/*/*/*/runs", "content/drive/MyDrive/multigpu_ft/runs")  # copies of earlier sessions
+_KEPT = (
+    "kaggle/working/runs",
+    "kaggle/input/*/runs",
+    "kaggle/input/*/*/*/runs",
+    "content/drive/MyDrive/multigpu_ft/runs",
+)  # copies of earlier sessions
 
 
 def _saved_under(root: Path) -> list[Path]:
@@ -246,15 +285,21 @@ def _named(cfg: RunConfig, found: list[Path]) -> Path:
     path = Path(os.path.expanduser(cfg.resume_file))
     if is_foreign(path):
         if not os.path.isfile(path):
-            raise CheckpointError(f"resume_file={cfg.resume_file!r}: there is no such file (looked in {path.parent.resolve()}).")
+            raise CheckpointError(
+                f"resume_file={cfg.resume_file!r}: there is no such file (looked in {path.parent.resolve()})."
+            )
         return path.absolute()
     if not os.path.exists(path / COMMIT_FILE):
         named = [c for c in found if c.name == cfg.resume_file]
         if not named:
             if os.path.exists(path):
-                raise CheckpointError(f"resume_file={cfg.resume_file!r} holds no {COMMIT_FILE}, so it is no complete checkpoint.")
+                raise CheckpointError(
+                    f"resume_file={cfg.resume_file!r} holds no {COMMIT_FILE}, so it is no complete checkpoint."
+                )
             known = ", ".join(dict.fromkeys(c.name for c in found)) or "none"
-            raise CheckpointError(f"there is no checkpoint {cfg.resume_file!r} under {Path(cfg.run_root).absolute()}; those there are: {known}.")
+            raise CheckpointError(
+                f"there is no checkpoint {cfg.resume_file!r} under {Path(cfg.run_root).absolute()}; those there are: {known}."
+            )
         path = named[0]
     try:
         stored = read_commit(path)["fingerprint"]
@@ -288,18 +333,24 @@ def ledger_remarks(trained: list[dict[str, Any]], start_idx: int, end_idx: int) 
     others = [s for s in trained if s not in same]
     newest = bool(trained) and trained[-1] in same
     if same and not newest and same[-1]["epochs"]:
-        remarks.append(f"slice {start_idx}-{end_idx} was trained before ({same[-1]['epochs']} epoch(s)); it is now trained again")
+        remarks.append(
+            f"slice {start_idx}-{end_idx} was trained before ({same[-1]['epochs']} epoch(s)); it is now trained again"
+        )
     for s in others:
         first, after = max(start_idx, s["start_idx"]), min(end_idx, s["end_idx"])
         if first < after:
-            remarks.append(f"{_rows(first, after)} were trained before, in slice {s['start_idx']}-{s['end_idx']}; they are now trained again")
+            remarks.append(
+                f"{_rows(first, after)} were trained before, in slice {s['start_idx']}-{s['end_idx']}; they are now trained again"
+            )
     reached = min((s["start_idx"] for s in trained), default=start_idx)
     for s in sorted(trained, key=lambda s: s["start_idx"]):
         if reached < min(s["start_idx"], start_idx):
             remarks.append(f"{_rows(reached, min(s['start_idx'], start_idx))} were left out so far")
         reached = max(reached, s["end_idx"])
     if trained and reached < start_idx:
-        remarks.append(f"{_rows(reached, start_idx)} are left out: the slices so far end at row {reached:,}, this one starts at row {start_idx:,}")
+        remarks.append(
+            f"{_rows(reached, start_idx)} are left out: the slices so far end at row {reached:,}, this one starts at row {start_idx:,}"
+        )
     if trained and not newest and 0 < trained[-1]["position"] < trained[-1]["num_rows"]:
         s = trained[-1]
         remarks.append(
@@ -321,7 +372,9 @@ def kept_checkpoints(run_dir: RunDir) -> list[Path]:
     found, seen, child = run_dir.checkpoints(), [run_dir.path], run_dir
     while (status := child.status()).get("resumed_from"):
         origin = Path(status["resumed_from"])
-        until = saved_at(origin) if origin.is_dir() else status.get("resumed_saved_at")  # it may be gone, and an older one, the best, still there
+        until = (
+            saved_at(origin) if origin.is_dir() else status.get("resumed_saved_at")
+        )  # it may be gone, and an older one, the best, still there
         parent = RunDir(origin.parents[1]) if until and len(origin.parents) > 1 else None
         known = parent and any((parent.path / name).exists() for name in ("config.json", HUB_FILE))
         if not known or parent.path.parent != run_dir.path.parent or parent.path in seen or is_alive(parent):
@@ -340,7 +393,11 @@ def retire(run_dir: RunDir, keep: int, budget: float | None = None, coming: int 
     best = run_dir.status().get("best", {}).get("checkpoint")
     kept, gone = kept_checkpoints(run_dir), []
     others = [c for c in kept if c.name != best]
-    while others and len(kept) > 1 and (len(others) > keep or (budget is not None and sum(map(size, kept)) + coming > budget)):
+    while (
+        others
+        and len(kept) > 1
+        and (len(others) > keep or (budget is not None and sum(map(size, kept)) + coming > budget))
+    ):
         gone.append(others.pop())
         kept.remove(gone[-1])
         discard(gone[-1])

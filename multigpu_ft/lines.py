@@ -25,7 +25,9 @@ _NOT_COUNTED = {"model", "dataset", "start_idx", "end_idx", "slice_size", "batch
 
 def _experiment(cfg: RunConfig, slice: list[int], rows_a_step: int) -> dict[str, Any]:
     "What two runs must have in common so that they compute the same from the same checkpoint."
-    counted = {name for name, field in RunConfig.model_fields.items() if field.json_schema_extra["group"] in _GROUPS} - _NOT_COUNTED
+    counted = {
+        name for name, field in RunConfig.model_fields.items() if field.json_schema_extra["group"] in _GROUPS
+    } - _NOT_COUNTED
     if cfg.lr_scheduler == "constant":
         counted -= _LENGTH
     return {**cfg.model_dump(include=counted | {"seed", "dtype"}), "slice": list(slice), "rows_a_step": rows_a_step}
@@ -34,7 +36,10 @@ def _experiment(cfg: RunConfig, slice: list[int], rows_a_step: int) -> dict[str,
 def runs_of(line: str, *roots: Path) -> list[RunDir]:
     "The runs of `line` in the folders `roots`, in the order in which they were launched."
     found = {path.parent: RunDir(path.parent) for root in roots for path in Path(root).resolve().glob("*/config.json")}
-    return sorted((run for run in found.values() if run.status().get("line") == line), key=lambda run: run.status().get("launched", 0))
+    return sorted(
+        (run for run in found.values() if run.status().get("line") == line),
+        key=lambda run: run.status().get("launched", 0),
+    )
 
 
 def choose_line(
@@ -57,8 +62,17 @@ def choose_line(
         theirs = _experiment(other.config(), status["slice"], status["rows_a_step"])
         differ = [name for name in mine if mine[name] != theirs.get(name)]
         if differ or cfg.resume_scope == "weights" or is_alive(other):
-            why = f"another {differ[0]}" if differ else "resume_scope='weights'" if cfg.resume_scope == "weights" else "it is still running"
-            return new, f"{other.name} has gone on from step {step:,} before ({why}), so this run is a curve of its own for trackers: {new}"
+            why = (
+                f"another {differ[0]}"
+                if differ
+                else "resume_scope='weights'"
+                if cfg.resume_scope == "weights"
+                else "it is still running"
+            )
+            return (
+                new,
+                f"{other.name} has gone on from step {step:,} before ({why}), so this run is a curve of its own for trackers: {new}",
+            )
     return line, None
 
 # %% ../nbs/00d_lines.ipynb #375c4e6e

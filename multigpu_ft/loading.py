@@ -37,9 +37,16 @@ def make_4bit(model: nn.Module, names: list[str], dtype: torch.dtype) -> None:
 
     for name in names:
         old = model.get_submodule(name)
-        ends = (old.in_features, old.out_features) if hasattr(old, "in_features") else tuple(old.weight.shape)  # GPT-2's Conv1D has no names for them
+        ends = (
+            (old.in_features, old.out_features) if hasattr(old, "in_features") else tuple(old.weight.shape)
+        )  # GPT-2's Conv1D has no names for them
         new = Linear4bit(
-            *ends, old.bias is not None, compute_dtype=dtype, compress_statistics=True, quant_type="nf4", quant_storage=dtype,
+            *ends,
+            old.bias is not None,
+            compute_dtype=dtype,
+            compress_statistics=True,
+            quant_type="nf4",
+            quant_storage=dtype,
             device="meta",
         )
         if new.bias is not None:
@@ -64,7 +71,9 @@ def _descend(module: nn.Module, leave: set[nn.Module]) -> Iterator[nn.Module]:
             yield from _descend(child, leave)
 
 
-def receive(unit: nn.Module, leave: set[nn.Module], device: torch.device, rank: int, cut_for: int = 1) -> list[torch.Tensor]:
+def receive(
+    unit: nn.Module, leave: set[nn.Module], device: torch.device, rank: int, cut_for: int = 1
+) -> list[torch.Tensor]:
     """Put rank 0's tensors of `unit` on `device` into the places of those that the other ranks lack. A collective.
 
     `leave` are modules inside of it that have theirs. If `unit` is going to be cut into shards for `cut_for` ranks, a rank gets its own rows only, and the
@@ -75,7 +84,11 @@ def receive(unit: nn.Module, leave: set[nn.Module], device: torch.device, rank: 
     is_main = rank == 0
     spots = list(places(unit, leave))
     # which places share a tensor is rank 0's to say: weights that a file holds apart are not tied, whatever the shell believes
-    described = [[(id(getattr(module, kind)[name]), *_describe(module, kind, name)) for module, kind, name in spots] if is_main else None]
+    described = [
+        [(id(getattr(module, kind)[name]), *_describe(module, kind, name)) for module, kind, name in spots]
+        if is_main
+        else None
+    ]
     dist.broadcast_object_list(described, src=0)
     for (module, kind, name), (tensor, shape, dtype, state) in zip(spots, described[0], strict=True):
         old = getattr(module, kind)[name]
@@ -163,7 +176,11 @@ def _describe(module: nn.Module, kind: str, name: str) -> tuple[torch.Size, torc
     tensor = getattr(module, kind)[name]
     if not hasattr(tensor, "quant_state"):
         return tensor.shape, tensor.dtype, None
-    return tensor.shape, tensor.dtype, {key: value.cpu() if torch.is_tensor(value) else value for key, value in tensor.quant_state.as_dict().items()}
+    return (
+        tensor.shape,
+        tensor.dtype,
+        {key: value.cpu() if torch.is_tensor(value) else value for key, value in tensor.quant_state.as_dict().items()},
+    )
 
 
 def _repack(data: torch.Tensor, state: dict[str, Any], module: nn.Module, device: torch.device) -> nn.Parameter:
@@ -176,7 +193,9 @@ def packed_outputs(unit: nn.Module) -> dict[str, torch.Tensor]:
     "What each packed layer of `unit` makes of the same two rows of numbers, in `fp32[2, out_features]`."
     outputs = {}
     for name, layer in packed_layers(unit).items():
-        rows = torch.linspace(-1, 1, 2 * layer.in_features, device=layer.weight.device, dtype=layer.compute_dtype or torch.float32).view(2, -1)
+        rows = torch.linspace(
+            -1, 1, 2 * layer.in_features, device=layer.weight.device, dtype=layer.compute_dtype or torch.float32
+        ).view(2, -1)
         with torch.no_grad():
             outputs[name] = layer(rows).float()
     return outputs

@@ -78,7 +78,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, scale: float | torch.Tensor = 1.0, kind: str | None = None
+    hidden: torch.Tensor,
+    head: nn.Module,
+    targets: torch.Tensor,
+    scale: float | torch.Tensor = 1.0,
+    kind: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of `head(hidden)` with `targets`, without ever holding `[tokens, vocabulary]`.
 
@@ -88,13 +92,19 @@ def chunked_cross_entropy(
     Chunks have the size that is right for a `kind` of device, that of `hidden` unless it is named.
     """
     kind = kind or hidden.device.type
-    if type(head) is nn.Linear and torch.is_autocast_enabled(kind):  # which would cast the weight for each chunk anew, and know nothing of the fp16 gain
+    if type(head) is nn.Linear and torch.is_autocast_enabled(
+        kind
+    ):  # which would cast the weight for each chunk anew, and know nothing of the fp16 gain
         half = torch.get_autocast_dtype(kind)
         bias = None if head.bias is None else head.bias.to(half)
         with torch.autocast(kind, enabled=False):
-            return _ChunkedCrossEntropy.apply(hidden.to(half), head.weight.to(half), bias, targets, scale, torch.is_grad_enabled(), kind)
+            return _ChunkedCrossEntropy.apply(
+                hidden.to(half), head.weight.to(half), bias, targets, scale, torch.is_grad_enabled(), kind
+            )
     if type(head) is nn.Linear:
-        return _ChunkedCrossEntropy.apply(hidden.to(head.weight.dtype), head.weight, head.bias, targets, scale, torch.is_grad_enabled(), kind)
+        return _ChunkedCrossEntropy.apply(
+            hidden.to(head.weight.dtype), head.weight, head.bias, targets, scale, torch.is_grad_enabled(), kind
+        )
     rows = _chunk_rows(kind, getattr(head, "out_features", 2**16))
 
     def losses_of(inputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -127,8 +137,14 @@ class LossModel(nn.Module):
         self._kind = kind  # of device, as `chunked_cross_entropy` takes it
 
     def forward(
-        self, input_ids: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor, scale: float | torch.Tensor = 1.0,
-        attention_mask: torch.Tensor | None = None, position_ids: torch.Tensor | None = None, documents: torch.Tensor | None = None,
+        self,
+        input_ids: torch.Tensor,
+        predictors: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float | torch.Tensor = 1.0,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         "A micro-batch of `collate` to what `chunked_cross_entropy` returns."
         causal_lm = without_adapter(self.model)
@@ -141,7 +157,9 @@ class LossModel(nn.Module):
             inputs["position_ids"] = position_ids
         if self.chunked:
             hidden = causal_lm.base_model(**inputs).last_hidden_state.flatten(0, 1)
-            return chunked_cross_entropy(hidden.index_select(0, predictors), causal_lm.get_output_embeddings(), targets, scale, self._kind)
+            return chunked_cross_entropy(
+                hidden.index_select(0, predictors), causal_lm.get_output_embeddings(), targets, scale, self._kind
+            )
         logits = causal_lm(**inputs).logits.flatten(0, 1).index_select(0, predictors)
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
         return losses.sum() * scale, losses.detach()
@@ -155,7 +173,11 @@ class ClassifierLoss(nn.Module):
         self.model = model
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, scale: float | torch.Tensor = 1.0,
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        labels: torch.Tensor,
+        scale: float | torch.Tensor = 1.0,
         token_type_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         "A micro-batch of labelled texts to their summed loss times `scale`, each one's loss, `fp32[rows]` in nats, and predicted label, `int64[rows]`."
@@ -169,7 +191,12 @@ _CHECKED = 80  # tokens of both texts
 
 
 def self_check(
-    losses_of: Callable[..., torch.Tensor], texts: list[Text], pad_id: int, dtype: torch.dtype, max_length: int, masks: bool = True
+    losses_of: Callable[..., torch.Tensor],
+    texts: list[Text],
+    pad_id: int,
+    dtype: torch.dtype,
+    max_length: int,
+    masks: bool = True,
 ) -> dict[str, bool]:
     """Whether each way of `chunked packed bucketed` gives every token the loss that its text has alone.
 
@@ -178,7 +205,10 @@ def self_check(
     """
     tokens = min(_CHECKED, max_length)
     longer, shorter = texts[0].cut(tokens * 3 // 5), texts[1].cut(tokens * 2 // 5)
-    together, side_by_side = collate([[longer, shorter]], pad_id, "packed"), collate([[longer], [shorter]], pad_id, "bucketed")
+    together, side_by_side = (
+        collate([[longer, shorter]], pad_id, "packed"),
+        collate([[longer], [shorter]], pad_id, "bucketed"),
+    )
     alone = torch.cat([losses_of(collate([[text]], pad_id, "padded"), False) for text in (longer, shorter)])
     bucketed = losses_of(side_by_side, False)
     differences = {"chunked": losses_of(side_by_side, True) - bucketed, "bucketed": bucketed - alone}
@@ -195,7 +225,9 @@ def _rms(values: torch.Tensor) -> float:
     return (values.norm() / max(1, len(values)) ** 0.5).item()
 
 
-def choose_packing(cfg: RunConfig, exact: dict[str, bool], texts: TokenizedTexts, model: nn.Module, world_size: int) -> tuple[str, str]:
+def choose_packing(
+    cfg: RunConfig, exact: dict[str, bool], texts: TokenizedTexts, model: nn.Module, world_size: int
+) -> tuple[str, str]:
     """The packing of `cfg`, or the one `auto` takes, and the reason in words. One that is not exact for `model` is replaced by one that is.
 
     `auto` compares what a pass over the slice computes: 2 operations a token and weight of the blocks, and 4 a pair of positions, hidden unit and block in
@@ -203,12 +235,18 @@ def choose_packing(cfg: RunConfig, exact: dict[str, bool], texts: TokenizedTexts
     """
     wanted = cfg.packing
     if cfg.task == "classification":
-        return ("bucketed", "as configured") if wanted == "bucketed" else ("padded", "a label belongs to a row of its own")
+        return (
+            ("bucketed", "as configured") if wanted == "bucketed" else ("padded", "a label belongs to a row of its own")
+        )
     if wanted == "auto" and exact["packed"] and exact["bucketed"]:
         config = model.config
         hidden, layers = getattr(config, "hidden_size", 0), getattr(config, "num_hidden_layers", 0)
         # of shards and of packed weights a parameter shows fewer, and the choice must not depend on the strategy
-        weights = sum(count for (name, _), (_, count) in zip(model.named_parameters(), count_weights(model), strict=True) if "embed" not in name)
+        weights = sum(
+            count
+            for (name, _), (_, count) in zip(model.named_parameters(), count_weights(model), strict=True)
+            if "embed" not in name
+        )
         cost = {}
         for way in ("packed", "bucketed"):
             order = Order.of(cfg, way, len(texts), world_size)
@@ -223,4 +261,7 @@ def choose_packing(cfg: RunConfig, exact: dict[str, bool], texts: TokenizedTexts
     if wanted == "padded":
         return wanted, "as configured"
     fallback = "bucketed" if exact["bucketed"] else "padded"
-    return fallback, f"{type(model).__name__} fails the self-check of {'packed and bucketed' if wanted == 'auto' else wanted}: texts would see each other"
+    return (
+        fallback,
+        f"{type(model).__name__} fails the self-check of {'packed and bucketed' if wanted == 'auto' else wanted}: texts would see each other",
+    )

@@ -70,7 +70,11 @@ _FROM_ENVIRONMENT = {"run_name": "RUN_NAME", "hf_repo": "RESULT_MODEL_ID"}
 
 def for_this_machine(cfg: RunConfig) -> RunConfig:
     "`cfg`, on Kaggle and Colab with its default `run_root` on the scratch disk. A name or Hub repository left empty is taken from RUN_NAME or RESULT_MODEL_ID."
-    changes = {field: os.environ[variable] for field, variable in _FROM_ENVIRONMENT.items() if not getattr(cfg, field) and os.environ.get(variable)}
+    changes = {
+        field: os.environ[variable]
+        for field, variable in _FROM_ENVIRONMENT.items()
+        if not getattr(cfg, field) and os.environ.get(variable)
+    }
     if cfg.run_root == RunConfig.model_fields["run_root"].default != default_run_root():
         changes["run_root"] = default_run_root()
     return cfg.replace(**changes) if changes else cfg
@@ -222,7 +226,9 @@ def keep_outputs(run_path: Path, folder: Path) -> tuple[Path, list[str]]:
         curve = Path("tensorboard") / str(run.status().get("line"))  # beside the runs, as they share it
         if _files(run.path.parent / curve):
             reasons[str(curve)] = _copy(run.path.parent / curve, kept.parent / curve)
-        return kept, [_not_kept(name, kept, reason) for name, reason in reasons.items() if reason] + _keep_newest(run, kept)
+        return kept, [_not_kept(name, kept, reason) for name, reason in reasons.items() if reason] + _keep_newest(
+            run, kept
+        )
     except (OSError, ValueError) as error:
         return kept, [_not_kept(run.name, kept, str(error))]
 

@@ -26,7 +26,9 @@ def _run_cell(code: str, pushed: dict[str, Any], pulled: list[str]) -> dict[str,
     "On a rank: run `code`, and return its variables `pulled`."
     linecache.cache[_CELL] = (len(code), None, code.splitlines(keepends=True), _CELL)
     places = {name: int(os.environ[name.upper()]) for name in ("rank", "local_rank", "world_size")}
-    namespace = vars(sys.modules["__main__"]) if __name__ != "__main__" else {}  # so that classes of the cell can be pickled
+    namespace = (
+        vars(sys.modules["__main__"]) if __name__ != "__main__" else {}
+    )  # so that classes of the cell can be pickled
     namespace.update({"__name__": "__main__", **places, **pushed})
     tree = ast.parse(code, _CELL)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -43,17 +45,36 @@ class TorchrunMagics(Magics):
 
     @magic_arguments()
     @argument("-n", "--nproc", type=int, help="ranks; one per GPU if left out, or 2 without one")
-    @argument("--push", action="append", default=[], metavar="NAMES", help="variables of the notebook that the ranks get, with commas between")
-    @argument("--pull", action="append", default=[], metavar="NAMES", help="variables of rank 0 that the notebook gets, with commas between")
+    @argument(
+        "--push",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help="variables of the notebook that the ranks get, with commas between",
+    )
+    @argument(
+        "--pull",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help="variables of rank 0 that the notebook gets, with commas between",
+    )
     @cell_magic
     def torchrun(self, line: str, cell: str) -> None:
         "Run the cell on every rank."
         options = parse_argstring(self.torchrun, line)
         ast.parse(cell, _CELL)  # a slip of the pen is told before processes are started
-        push, pull = ([name.strip() for names in given for name in names.split(",") if name.strip()] for given in (options.push, options.pull))
+        push, pull = (
+            [name.strip() for names in given for name in names.split(",") if name.strip()]
+            for given in (options.push, options.pull)
+        )
         if missing := [name for name in push if name not in self.shell.user_ns]:
-            raise ConfigError(f"--push {','.join(missing)}: the notebook has no variable of that name; the cell that makes it must be run before.")
+            raise ConfigError(
+                f"--push {','.join(missing)}: the notebook has no variable of that name; the cell that makes it must be run before."
+            )
         found = call(_run_cell, (cell, {name: self.shell.user_ns[name] for name in push}, pull), options.nproc)
         self.shell.push(found)
         if missing := [name for name in pull if name not in found]:
-            raise ConfigError(f"--pull {','.join(missing)}: rank 0 has no variable of that name at its end; the others were handed over.")
+            raise ConfigError(
+                f"--pull {','.join(missing)}: rank 0 has no variable of that name at its end; the others were handed over."
+            )

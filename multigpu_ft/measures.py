@@ -50,7 +50,10 @@ def _student(freedom: int) -> float:
     "Quantile of Student's t, by the expansion around the normal one (Abramowitz and Stegun 26.7.5): wrong by less than 1e-4 from 9 degrees of freedom on."
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     terms = (
-        z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return sum(term / freedom**power for power, term in enumerate(terms))
@@ -76,12 +79,16 @@ def ratio_estimates(values: np.ndarray, weights: np.ndarray, draws: int = DRAWS,
     pivots = []
     for first in range(0, draws, count):
         drawn = rng.integers(0, n, (min(count, draws - first), n))
-        times = np.array([np.bincount(draw, minlength=n) for draw in drawn], float)  # draw by draw: the counts of one stay in the cache
+        times = np.array(
+            [np.bincount(draw, minlength=n) for draw in drawn], float
+        )  # draw by draw: the counts of one stay in the cache
         sums = times @ columns
         weight, weight2, (shift, spread2, cross) = sums[:, :1], sums[:, 1:2], np.split(sums[:, 2:], 3, axis=1)
         shift = shift / weight
         error = np.sqrt(np.maximum(0, spread2 - 2 * shift * cross + shift**2 * weight2) * n / (n - 1)) / weight
-        pivots.append(np.divide(shift, error, out=np.sign(shift) * 1e150, where=error > 0))  # nothing varied in that draw
+        pivots.append(
+            np.divide(shift, error, out=np.sign(shift) * 1e150, where=error > 0)
+        )  # nothing varied in that draw
     error = np.sqrt(((residuals / (1 - share)[:, None]) ** 2).sum(0) * (n - 1) / n)
     tail, student = _tail(n), _student(n - 1)
     below, above = np.quantile(np.concatenate(pivots), [tail, 1 - tail], axis=0)

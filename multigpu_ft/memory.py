@@ -30,7 +30,9 @@ def _packed_weight(args: tuple[Any, ...]) -> int:
 
 _INSIDE: dict[str, Callable[[tuple[Any, ...]], int]] = {  # bytes that an operation takes inside, for its own duration
     "bitsandbytes::gemm_4bit": _packed_weight,  # the weight in the compute dtype, if there are more than a few rows
-    "bitsandbytes::int8_mixed_scaled_mm": lambda args: 4 * args[1].numel() // args[1].shape[-1] * args[2].shape[0],  # int32 sums
+    "bitsandbytes::int8_mixed_scaled_mm": lambda args: (
+        4 * args[1].numel() // args[1].shape[-1] * args[2].shape[0]
+    ),  # int32 sums
     "bitsandbytes::int8_scaled_mm": lambda args: 4 * args[0].numel() // args[0].shape[-1] * args[1].shape[0],
 }
 
@@ -55,10 +57,14 @@ class MemoryTracker(TorchDispatchMode):
     `on_operation(func, args, kwargs, result)` is called after each operation that is no view. With `short_masks` what dropout multiplies with takes
     a byte an element, as in a GPU's kernel; a CPU's is as wide as its input."""
 
-    def __init__(self, on_operation: Callable[..., None] | None = None, short_masks: bool = False, reduced: str = "unsharded") -> None:
+    def __init__(
+        self, on_operation: Callable[..., None] | None = None, short_masks: bool = False, reduced: str = "unsharded"
+    ) -> None:
         super().__init__()
         self._reduced = reduced
-        self.sent: set[int] = set()  # storages that collectives read and write; FSDP makes those on streams of their own
+        self.sent: set[int] = (
+            set()
+        )  # storages that collectives read and write; FSDP makes those on streams of their own
         self.now, self._short_masks = "temporary", short_masks
         self.events: list[tuple[int, int]] = []  # storage, bytes more or fewer
         self.phases: list[tuple[int, str]] = []  # first event, name
@@ -67,7 +73,9 @@ class MemoryTracker(TorchDispatchMode):
         self._on_operation = on_operation
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}  # of those that are there
-        self._resizable: dict[int, list[tuple[int, weakref.ref[torch.UntypedStorage]]]] = {}  # what one operation filled, by its first storage
+        self._resizable: dict[
+            int, list[tuple[int, weakref.ref[torch.UntypedStorage]]]
+        ] = {}  # what one operation filled, by its first storage
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
 
     @classmethod
@@ -116,7 +124,9 @@ class MemoryTracker(TorchDispatchMode):
             self._watched.append(weakref.ref(storage, lambda _, number=number: self._resize(number, 0)))
         return number
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE:  # half of all calls
             return getattr(args[0], "fake_device", None) or func(*args)
@@ -220,7 +230,9 @@ class CachingAllocator:
     def __init__(self, limit: float = float("inf")) -> None:
         self.reserved = self.peak = 0
         self._limit = limit
-        self._free: dict[tuple[str, bool], list[tuple[int, int, _Piece]]] = defaultdict(list)  # by stream and kind of segment, sorted by size
+        self._free: dict[tuple[str, bool], list[tuple[int, int, _Piece]]] = defaultdict(
+            list
+        )  # by stream and kind of segment, sorted by size
         self._count = 0
 
     def take(self, size: int, stream: str = "compute") -> _Piece:
@@ -231,7 +243,13 @@ class CachingAllocator:
         if at < len(pool):
             piece = pool.pop(at)[2]
         else:
-            segment = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _MIN_LARGE else -(-size // _ROUND_LARGE) * _ROUND_LARGE
+            segment = (
+                _SMALL_SEGMENT
+                if small
+                else _LARGE_SEGMENT
+                if size < _MIN_LARGE
+                else -(-size // _ROUND_LARGE) * _ROUND_LARGE
+            )
             if self.reserved + segment > self._limit:
                 self._release()
             piece = _Piece(segment, (stream, small))

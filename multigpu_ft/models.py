@@ -20,8 +20,15 @@ import torch
 from safetensors.torch import save_model
 from torch import nn
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig, OPTConfig, PretrainedConfig,
-    PreTrainedTokenizerBase, PreTrainedTokenizerFast,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from .config import BUILTIN_MODEL, ConfigError, ModelError, RunConfig
@@ -39,11 +46,15 @@ def _train_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_BUILTIN_VOCABULARY, special_tokens=["<s>", "<pad>", "</s>"], show_progress=False,
+        vocab_size=_BUILTIN_VOCABULARY,
+        special_tokens=["<s>", "<pad>", "</s>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(builtin_corpus(), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>", model_max_length=512
     ).save_pretrained(folder)
@@ -66,7 +77,9 @@ def _builtin_tokenizer() -> PreTrainedTokenizerFast:
 def _not_loaded(what: str, cfg: RunConfig, error: Exception) -> ModelError:
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "attention implementation" in str(error) or "scaled_dot_product" in str(error):
-        return ModelError(f"{cfg.model!r} cannot be used with attn_implementation={cfg.attn_implementation!r}; use attn_implementation='eager'.")
+        return ModelError(
+            f"{cfg.model!r} cannot be used with attn_implementation={cfg.attn_implementation!r}; use attn_implementation='eager'."
+        )
     where = f"{what} {cfg.model!r}" + (f" at revision {cfg.revision!r}" if cfg.revision else "")
     return ModelError(
         f"{where} could not be loaded: {reason[:300]} Check the id (user/name) or the folder, the network (on Kaggle: Settings, Internet on), "
@@ -89,14 +102,20 @@ def load_tokenizer(cfg: RunConfig) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded("tokenizer of", cfg, error) from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {cfg.model!r} has neither a pad nor an eos token, so texts cannot be padded or ended.")
+        raise ModelError(
+            f"the tokenizer of {cfg.model!r} has neither a pad nor an eos token, so texts cannot be padded or ended."
+        )
     if cfg.task == "chat" and not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = PLAIN_CHAT
     return tokenizer
 
 # %% ../nbs/02_models.ipynb #3c46dc17
 _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert")
-_CLASSES = {"causal-lm": AutoModelForCausalLM, "chat": AutoModelForCausalLM, "classification": AutoModelForSequenceClassification}
+_CLASSES = {
+    "causal-lm": AutoModelForCausalLM,
+    "chat": AutoModelForCausalLM,
+    "classification": AutoModelForSequenceClassification,
+}
 
 
 def model_class(cfg: RunConfig) -> Any:
@@ -104,13 +123,24 @@ def model_class(cfg: RunConfig) -> Any:
     return _CLASSES[cfg.task]
 
 
-def load_config(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None = None) -> PretrainedConfig:
+def load_config(
+    cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None = None
+) -> PretrainedConfig:
     "The model's configuration for `cfg`'s task. Raises `ModelError`, also if `max_length` is beyond its positions."
     if cfg.model == BUILTIN_MODEL:
         config: Any = OPTConfig(
-            vocab_size=_BUILTIN_VOCABULARY, hidden_size=128, word_embed_proj_dim=128, ffn_dim=512, num_hidden_layers=4,
-            num_attention_heads=4, max_position_embeddings=512, dropout=0.0, attention_dropout=0.0,
-            bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+            vocab_size=_BUILTIN_VOCABULARY,
+            hidden_size=128,
+            word_embed_proj_dim=128,
+            ffn_dim=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            dropout=0.0,
+            attention_dropout=0.0,
+            bos_token_id=tokenizer.bos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
         )
     else:
         try:
@@ -121,12 +151,19 @@ def load_config(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names:
     if positions and config.model_type in _POSITIONS_AFTER_PADDING:
         positions -= config.pad_token_id + 1
     if positions and cfg.max_length > positions:
-        raise ModelError(f"max_length={cfg.max_length} is beyond the {positions} positions of {cfg.model!r}; use max_length={positions} or less.")
+        raise ModelError(
+            f"max_length={cfg.max_length} is beyond the {positions} positions of {cfg.model!r}; use max_length={positions} or less."
+        )
     if label_names:
-        config.id2label, config.label2id = dict(enumerate(label_names)), {name: number for number, name in enumerate(label_names)}
+        config.id2label, config.label2id = (
+            dict(enumerate(label_names)),
+            {name: number for number, name in enumerate(label_names)},
+        )
         config.problem_type = "single_label_classification"
         # models that read from left to right look for the last token that is no padding
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        config.get_text_config().pad_token_id = (
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        )
     config.use_cache = False  # keys and values of the past are for generation; with checkpointing they are even refused
     return config
 
@@ -140,7 +177,12 @@ def order_labels(names: list[str], cfg: RunConfig, tokenizer: PreTrainedTokenize
     return known if sorted(known) == sorted(names) or names == [str(number) for number in range(len(known))] else names
 
 
-def load_shell(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+def load_shell(
+    cfg: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    label_names: list[str] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
     "The model without weights. Raises `ModelError`."
     config = load_config(cfg, tokenizer, label_names)
     try:
@@ -157,7 +199,11 @@ def load_shell(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names: 
 
 def head_modules(model: nn.Module) -> list[str]:
     "Names of what a classifier has on top of its base model, parameters in it: `classifier`, `score`, with DistilBERT also `pre_classifier`."
-    return [name for name, module in model.named_children() if module is not model.base_model and any(True for _ in module.parameters())]
+    return [
+        name
+        for name, module in model.named_children()
+        if module is not model.base_model and any(True for _ in module.parameters())
+    ]
 
 # %% ../nbs/02_models.ipynb #079600ac
 def choose_quantization(cfg: RunConfig, world_size: int, device: torch.device) -> tuple[str, str]:
@@ -177,14 +223,20 @@ def choose_quantization(cfg: RunConfig, world_size: int, device: torch.device) -
             return "none", f"{missing} is not installed" if missing else "as compile, fsdp or zero need it"
         return "8bit", "one GPU"
     if wanted != "none" and missing:
-        raise ConfigError(f"weights in {wanted} need {missing}: pip install 'multigpu_ft[quantization]', or tuning='lora' with quantization='none'.")
+        raise ConfigError(
+            f"weights in {wanted} need {missing}: pip install 'multigpu_ft[quantization]', or tuning='lora' with quantization='none'."
+        )
     return wanted, f"tuning={cfg.tuning!r}" if cfg.tuning != "lora" else "as configured"
 
 
 def _quantization_config(quantization: str, dtype: torch.dtype, whole: list[str]) -> BitsAndBytesConfig | None:
     if quantization == "4bit":
         return BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=dtype,
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_storage=dtype,
             llm_int8_skip_modules=whole,
         )
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=whole) if quantization == "8bit" else None
@@ -192,7 +244,9 @@ def _quantization_config(quantization: str, dtype: torch.dtype, whole: list[str]
 # %% ../nbs/02_models.ipynb #d2c5ae68
 def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
     "The layers of `model` that bitsandbytes has quantized, by name."
-    return {name: module for name, module in model.named_modules() if type(module).__module__.startswith("bitsandbytes.")}
+    return {
+        name: module for name, module in model.named_modules() if type(module).__module__.startswith("bitsandbytes.")
+    }
 
 
 def elements(p: nn.Parameter) -> int:
@@ -211,9 +265,16 @@ _PACKED_BYTES = {"8bit": 1.1, "4bit": 0.6}  # a weight, with scales
 
 def frozen_bytes(shell: nn.Module, dtype: torch.dtype, quantization: str) -> float:
     "What the frozen weights of `shell` will take. Embeddings and output layer are never packed."
-    ends = {id(p) for module in (shell.get_input_embeddings(), shell.get_output_embeddings()) if module is not None for p in module.parameters()}
+    ends = {
+        id(p)
+        for module in (shell.get_input_embeddings(), shell.get_output_embeddings())
+        if module is not None
+        for p in module.parameters()
+    }
     each = _PACKED_BYTES.get(quantization, dtype.itemsize)
-    return sum(p.numel() * (dtype.itemsize if id(p) in ends else each) for p in shell.parameters() if not p.requires_grad)
+    return sum(
+        p.numel() * (dtype.itemsize if id(p) in ends else each) for p in shell.parameters() if not p.requires_grad
+    )
 
 
 def to_evaluation_mode(model: nn.Module) -> nn.Module:
@@ -225,8 +286,12 @@ def to_evaluation_mode(model: nn.Module) -> nn.Module:
 
 # %% ../nbs/02_models.ipynb #43d2812a
 def load_model(
-    cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None = None,
-    dtype: torch.dtype = torch.float32, quantization: str = "none", device: torch.device | None = None,
+    cfg: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    label_names: list[str] | None = None,
+    dtype: torch.dtype = torch.float32,
+    quantization: str = "none",
+    device: torch.device | None = None,
 ) -> nn.Module:
     """The model of `cfg` with its weights, in training mode: on the CPU, or if `quantization` is `8bit` or `4bit`, on `device`.
 
@@ -237,16 +302,23 @@ def load_model(
         return model_class(cfg).from_config(shell.config, attn_implementation=cfg.attn_implementation).to(dtype).train()
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": cfg.attn_implementation, "config": shell.config}
     output = shell.get_output_embeddings()
-    whole = [name for name, module in shell.named_modules() if module is output] + (head_modules(shell) if label_names else [])
+    whole = [name for name, module in shell.named_modules() if module is output] + (
+        head_modules(shell) if label_names else []
+    )
     if quantization != "none":
-        settings |= {"quantization_config": _quantization_config(quantization, dtype, whole), "device_map": {"": device or torch.device("cpu")}}
+        settings |= {
+            "quantization_config": _quantization_config(quantization, dtype, whole),
+            "device_map": {"": device or torch.device("cpu")},
+        }
     # Else transformers tells the name of a model with .bin files, private ones too, to a service that converts it.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     try:
         if cfg.model == BUILTIN_MODEL:
             with tempfile.TemporaryDirectory() as folder:  # bitsandbytes quantizes what it loads
                 shell.config.save_pretrained(folder)
-                save_model(model_class(cfg).from_config(shell.config), f"{folder}/model.safetensors", {"format": "pt"})  # save_pretrained is for rank 0
+                save_model(
+                    model_class(cfg).from_config(shell.config), f"{folder}/model.safetensors", {"format": "pt"}
+                )  # save_pretrained is for rank 0
                 return model_class(cfg).from_pretrained(folder, **settings).train()
         return model_class(cfg).from_pretrained(cfg.model, revision=cfg.revision, **settings).train()
     except RuntimeError as error:
@@ -283,7 +355,9 @@ def checkpoint_activations(model: nn.Module, every: int) -> None:
     if not every:
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
-        raise ModelError(f"{type(model).__name__} does not support activation checkpointing; use activation_checkpointing='none'.")
+        raise ModelError(
+            f"{type(model).__name__} does not support activation checkpointing; use activation_checkpointing='none'."
+        )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for number, block in enumerate(transformer_blocks(model), 1):
         block.gradient_checkpointing = number % every == 0
@@ -295,6 +369,13 @@ def checkpoint_every(setting: str | int, model: nn.Module, tokens: int, dtype: t
         return {"none": 0, "full": 1}.get(setting, setting)
     if not getattr(model, "supports_gradient_checkpointing", False):
         return 0
-    needed = _KEPT * dtype.itemsize / 2 * tokens * model.config.get_text_config().hidden_size * len(transformer_blocks(model))
+    needed = (
+        _KEPT
+        * dtype.itemsize
+        / 2
+        * tokens
+        * model.config.get_text_config().hidden_size
+        * len(transformer_blocks(model))
+    )
     too_much = 1 - free / needed
     return 0 if too_much <= 0 else max(1, int(1 / too_much))

@@ -40,11 +40,19 @@ _RETRY_S = 1.0
 
 def split_address(rdzv: str) -> tuple[str, int]:
     "Host and port of `host:port`, or `[host]:port` for an IPv6 address. Raises `ConfigError`."
-    found = re.fullmatch(r"(\[)?([0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w-]+)?|[\w-]{1,63}(?:\.[\w-]{1,63})*)(?(1)\]):([0-9]{1,5})", rdzv, re.A)
+    found = re.fullmatch(
+        r"(\[)?([0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w-]+)?|[\w-]{1,63}(?:\.[\w-]{1,63})*)(?(1)\]):([0-9]{1,5})",
+        rdzv,
+        re.A,
+    )
     if not found or len(rdzv) > 253 or not 0 < int(found[3]) < 2**16:
-        raise ConfigError(f"rdzv={rdzv!r} is not of the form 'host:port', an address of node 0 that all nodes reach, such as '10.0.0.1:29400'.")
+        raise ConfigError(
+            f"rdzv={rdzv!r} is not of the form 'host:port', an address of node 0 that all nodes reach, such as '10.0.0.1:29400'."
+        )
     if _is_literal(found[2]) and ipaddress.ip_address(found[2]).is_unspecified:
-        raise ConfigError(f"rdzv={rdzv!r} is every address and none that other nodes could call; name the one of node 0 that they reach.")
+        raise ConfigError(
+            f"rdzv={rdzv!r} is every address and none that other nodes could call; name the one of node 0 that they reach."
+        )
     return found[2], int(found[3])
 
 
@@ -72,7 +80,9 @@ def listen(rdzv: str, until: float) -> socket.socket:
             return socket.create_server(address[:2], family=family)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise NodesError(f"rdzv={rdzv!r}: port {port} of {host} is taken, perhaps by another run; use another one on all nodes.") from None
+                raise NodesError(
+                    f"rdzv={rdzv!r}: port {port} of {host} is taken, perhaps by another run; use another one on all nodes."
+                ) from None
             if _is_literal(host) or time.monotonic() > until:
                 raise NodesError(
                     f"rdzv={rdzv!r} is where node 0 listens, but that is no address of this machine ({error.strerror or error}). It has "
@@ -87,7 +97,9 @@ _BEAT_S, _LONGEST = 1.0, 2**20  # bytes of a message; whoever sends more is no n
 class Peer:
     "The supervisor at the other end of `connection`. What it says goes to `inbox` as `(peer, message)`, at last why it says no more: `{'lost': reason}`."
 
-    def __init__(self, connection: socket.socket, inbox: "queue.Queue[tuple[Peer, dict[str, Any]]]", silence_s: float) -> None:
+    def __init__(
+        self, connection: socket.socket, inbox: "queue.Queue[tuple[Peer, dict[str, Any]]]", silence_s: float
+    ) -> None:
         self._connection, self._inbox, self._silence_s = connection, inbox, silence_s
         self._sending, self._gone = threading.Lock(), threading.Event()
         self.heard = time.monotonic()
@@ -140,9 +152,16 @@ class _Agent:
     def __init__(self, node_dir: RunDir, place: dict[str, Any], store: socket.socket | None = None) -> None:
         self._node_dir, self._node_rank = node_dir, place["node_rank"]
         (node_dir.path / FAILURE_FILE).unlink(missing_ok=True)
-        told = {**place, "supervisor": os.getpid(), "interface": own_addresses().get(place["address"], ""), "store": store.fileno() if store else None}
+        told = {
+            **place,
+            "supervisor": os.getpid(),
+            "interface": own_addresses().get(place["address"], ""),
+            "store": store.fileno() if store else None,
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "multigpu_ft.agent", str(node_dir.main.path)], stdin=subprocess.DEVNULL, env={**os.environ, NODE_VARIABLE: json.dumps(told)},
+            [sys.executable, "-m", "multigpu_ft.agent", str(node_dir.main.path)],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, NODE_VARIABLE: json.dumps(told)},
             pass_fds=[store.fileno()] if store else [],
         )
 
@@ -172,7 +191,12 @@ def silence(cfg: RunConfig) -> float:
     return min(cfg.timeout_s, 60.0)
 
 
-_OWN = ("run_root", "nproc", "batch_size", "accum_steps")  # where it runs, what is compared by its result, what may have become smaller for want of memory
+_OWN = (
+    "run_root",
+    "nproc",
+    "batch_size",
+    "accum_steps",
+)  # where it runs, what is compared by its result, what may have become smaller for want of memory
 
 
 def _comparable(cfg: RunConfig) -> dict[str, Any]:
@@ -257,15 +281,31 @@ class Host:
         node, cfg, _ = join["node_rank"], self._cfg, join["host"]
         known = self._joined.get(node)
         if type(node) is not int or not 0 < node < cfg.nnodes:
-            return f"node_rank={node!r}, but nnodes={cfg.nnodes}: the nodes are 0 to {cfg.nnodes - 1}, and each number is taken once.", False
+            return (
+                f"node_rank={node!r}, but nnodes={cfg.nnodes}: the nodes are 0 to {cfg.nnodes - 1}, and each number is taken once.",
+                False,
+            )
         if known and time.monotonic() - known.heard < 3 * _BEAT_S:
-            return f"node_rank={node} is taken by {self._who[node]}, which is there; give each node a number of its own.", True
+            return (
+                f"node_rank={node} is taken by {self._who[node]}, which is there; give each node a number of its own.",
+                True,
+            )
         there, host = join["config"], join["host"]
-        differ = [f"{k}={there.get(k)!r} there, {v!r} on node 0" for k, v in _comparable(cfg).items() if there.get(k) != v]
-        differ += [f"{k} {join['versions'].get(k)} there, {v} on node 0" for k, v in _versions().items() if join["versions"].get(k) != v]
+        differ = [
+            f"{k}={there.get(k)!r} there, {v!r} on node 0" for k, v in _comparable(cfg).items() if there.get(k) != v
+        ]
+        differ += [
+            f"{k} {join['versions'].get(k)} there, {v} on node 0"
+            for k, v in _versions().items()
+            if join["versions"].get(k) != v
+        ]
         if join["nproc"] != cfg.nproc:
             differ.append(f"{join['nproc']} processes there, {cfg.nproc} on node 0: nproc says how many")
-        return (str(NodesError(f"node {node} ({host}) is not set up as node 0 is: {'; '.join(differ)}.")) if differ else None), False
+        return (
+            str(NodesError(f"node {node} ({host}) is not set up as node 0 is: {'; '.join(differ)}."))
+            if differ
+            else None
+        ), False
 
     def _gather(self) -> dict[str, Any] | None:
         "Wait for all nodes. Returns the failure if they do not come."
@@ -277,7 +317,9 @@ class Host:
                 said = waits
             list(self._messages())
             if self._run_dir.stop_requested():
-                self._run_dir.update_status(state="stopped", activity=None, message="stopped before all nodes were there")
+                self._run_dir.update_status(
+                    state="stopped", activity=None, message="stopped before all nodes were there"
+                )
                 return None
             if time.monotonic() > until:
                 text = (
@@ -316,14 +358,20 @@ class Host:
                     ends[node] = message["ended"]
                 elif node is not None and "lost" in message and node not in ends:
                     text = f"node {node} ({self._who[node]}) was lost: {message['lost']}. Its machine, or the way to it, is gone"
-                    ends[node] = {"failure": {"rank": None, "exitcode": None, "node_rank": node, "text": text, "lost": True}}
+                    ends[node] = {
+                        "failure": {"rank": None, "exitcode": None, "node_rank": node, "text": text, "lost": True}
+                    }
             if 0 not in ends and (end := self._agent.ended()):
                 ends[0] = end
             failures = [end["failure"] for end in ends.values() if end.get("failure")]
             failed_since = failed_since or (time.monotonic() if failures else None)
-            stopped = stopped or (self._run_dir.stop_requested() and self._run_dir.status()["state"] == "starting")  # no step will come to see it
+            stopped = stopped or (
+                self._run_dir.stop_requested() and self._run_dir.status()["state"] == "starting"
+            )  # no step will come to see it
             # a node that is lost has nothing more to tell
-            hopeless = stopped or (failures and (any("lost" in f for f in failures) or time.monotonic() - failed_since > _END_GRACE_S))
+            hopeless = stopped or (
+                failures and (any("lost" in f for f in failures) or time.monotonic() - failed_since > _END_GRACE_S)
+            )
             if hopeless and not ending:
                 ending = True
                 for node, peer in self._joined.items():
@@ -364,7 +412,9 @@ class Guest:
                     self._agent = None
             if "refused" in over:
                 if time.monotonic() > patient_until:
-                    raise NodesError(f"node 0 at {self._rdzv} refused this one for join_timeout_s={self._cfg.join_timeout_s:g} s: {over['refused']}")
+                    raise NodesError(
+                        f"node 0 at {self._rdzv} refused this one for join_timeout_s={self._cfg.join_timeout_s:g} s: {over['refused']}"
+                    )
                 self._node_dir.update_status(activity=over["refused"])
                 time.sleep(_RETRY_S)
                 continue
@@ -378,7 +428,11 @@ class Guest:
             self._node_dir.update_status(state="starting")
             patient_until = time.monotonic() + self._cfg.join_timeout_s
         else:
-            over = {"state": "stopped", "message": "stopped before node 0 was there", "interrupted": self._node_dir.was_interrupted()}
+            over = {
+                "state": "stopped",
+                "message": "stopped before node 0 was there",
+                "interrupted": self._node_dir.was_interrupted(),
+            }
         self._node_dir.update_status(**{"activity": None, "failure": None, **over})
         return {"done": 0, "stopped": STOPPED_EXIT_CODE}.get(over["state"], 1)
 
@@ -388,7 +442,12 @@ class Guest:
         while not self._node_dir.stop_requested():
             try:
                 peer = Peer(socket.create_connection(address, timeout=10), self._inbox, silence(self._cfg))
-                join = {"node_rank": self._node_rank, "host": socket.gethostname(), "nproc": self._cfg.nproc, "versions": _versions()}
+                join = {
+                    "node_rank": self._node_rank,
+                    "host": socket.gethostname(),
+                    "nproc": self._cfg.nproc,
+                    "versions": _versions(),
+                }
                 peer.say(join={**join, "config": _comparable(self._cfg)})
                 self._node_dir.update_status(activity=f"waiting for the other nodes, at {self._rdzv}")
                 return peer
@@ -457,7 +516,11 @@ def main() -> None:
     except Exception as error:
         clear, what = isinstance(error, ConfigError | NodesError), f"{type(error).__name__}: {error}"
         text = f"the supervisor of node {asked.node_rank} ({socket.gethostname()}) ended with {what}; its log, logs/agent.log, tells where"
-        failure = {"type": type(error).__name__, "text": str(error), "clear": True} if clear else {"node_rank": asked.node_rank, "text": text}
+        failure = (
+            {"type": type(error).__name__, "text": str(error), "clear": True}
+            if clear
+            else {"node_rank": asked.node_rank, "text": text}
+        )
         print(error if clear else traceback.format_exc(), flush=True)
         with suppress(OSError):  # where even that has no room
             node_dir.update_status(state="failed", activity=None, failure={"rank": None, "exitcode": None, **failure})

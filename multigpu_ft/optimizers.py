@@ -18,8 +18,13 @@ from .config import ConfigError, RunConfig
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     "The trainable parameters of `model` in two groups: matrices and embeddings with `weight_decay`, vectors without."
     trained = [p for p in model.parameters() if p.requires_grad]
-    dimensions = {p: len(getattr(p, "ds_shape", p.shape)) for p in trained}  # under ZeRO-3 a parameter is a line already
-    groups = [(weight_decay, [p for p in trained if dimensions[p] > 1]), (0.0, [p for p in trained if dimensions[p] <= 1])]
+    dimensions = {
+        p: len(getattr(p, "ds_shape", p.shape)) for p in trained
+    }  # under ZeRO-3 a parameter is a line already
+    groups = [
+        (weight_decay, [p for p in trained if dimensions[p] > 1]),
+        (0.0, [p for p in trained if dimensions[p] <= 1]),
+    ]
     return [{"params": params, "weight_decay": decay} for decay, params in groups if params]
 
 
@@ -34,7 +39,9 @@ def make_optimizer(cfg: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
-        raise ConfigError(f"optimizer='adamw_8bit' needs bitsandbytes ({error}): pip install 'multigpu_ft[quantization]', or optimizer='adamw'.") from None
+        raise ConfigError(
+            f"optimizer='adamw_8bit' needs bitsandbytes ({error}): pip install 'multigpu_ft[quantization]', or optimizer='adamw'."
+        ) from None
 
     class AdamW8bitOnShards(AdamW8bit):
         "bitsandbytes knows no DTensors. On those of one shard (half precision under single and ddp) it is given the tensor inside."
@@ -57,7 +64,9 @@ def make_optimizer(cfg: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
     return AdamW8bitOnShards(groups, lr=cfg.learning_rate)
 
 # %% ../nbs/02b_optimizers.ipynb #ab7767e2
-def learning_rate(cfg: RunConfig, step: int, total_steps: int, end_idx: int | None = None, earlier_steps: int = 0) -> float:
+def learning_rate(
+    cfg: RunConfig, step: int, total_steps: int, end_idx: int | None = None, earlier_steps: int = 0
+) -> float:
     """The rate of optimizer step `step` (from 0) of a slice's `total_steps`: linear warm-up, then constant, or to zero linearly or along a half cosine.
 
     `earlier_steps` has this optimizer made on slices before; `end_idx` is the row after the slice's last, needed if the schedule spans a series of slices.

@@ -20,12 +20,21 @@ class Pace:
     """Times of steps and saves of the run that was `launched` at that moment (seconds since 1970). `session_end` is the moment by which the session will have
     ended, if that is known. Where a checkpoint is copied to another disk at the end, that takes as long as a save."""
 
-    def __init__(self, cfg: RunConfig, launched: float, save_bytes: int = 0, session_end: float | None = None, copied: bool = False) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        launched: float,
+        save_bytes: int = 0,
+        session_end: float | None = None,
+        copied: bool = False,
+    ) -> None:
         self._cfg, now = cfg, time.time()
         limits = [cfg.max_hours * 3600] if cfg.max_hours else []
         self._allowed = min([*limits, session_end - launched] if session_end else limits, default=None)
         self._copied = copied
-        self._limit = f"max_hours={cfg.max_hours:g}" if limits and self._allowed == limits[0] else "the end of the session"
+        self._limit = (
+            f"max_hours={cfg.max_hours:g}" if limits and self._allowed == limits[0] else "the end of the session"
+        )
         self._begun = time.monotonic() - max(0.0, now - launched)
         self._last_save = self._last_step = time.monotonic()
         self._steps, self._step_s, self._longest_step = 0, 0.0, 0.0
@@ -53,7 +62,9 @@ class Pace:
 
     def _left(self) -> float:
         "Seconds for training until it has to stop."
-        return self._allowed - (time.monotonic() - self._begun) - self._save_s * (2 if self._copied else 1) - _ALLOWANCE_S
+        return (
+            self._allowed - (time.monotonic() - self._begun) - self._save_s * (2 if self._copied else 1) - _ALLOWANCE_S
+        )
 
     def out_of_time(self) -> bool:
         return self._allowed is not None and self._left() < 2 * self._longest_step
@@ -67,7 +78,11 @@ class Pace:
         if needed <= self._left():
             return None
         reached = step + max(0, int(self._left() / self._step_s) - 1)
-        total = time.strftime("%H:%M:%S", time.gmtime(needed + time.monotonic() - self._begun)) if needed < 86_000 else f"{needed / 3600:.0f} hours"
+        total = (
+            time.strftime("%H:%M:%S", time.gmtime(needed + time.monotonic() - self._begun))
+            if needed < 86_000
+            else f"{needed / 3600:.0f} hours"
+        )
         return (
             f"at {self._step_s:.3g} s a step the slice is done {total} after launch, beyond {self._limit}; "
             f"it stops and saves after about step {min(reached, total_steps):,} of {total_steps:,}"

@@ -52,14 +52,21 @@ def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]
     if total:
         done = status.get("slice_step", 0)
         bar = "█" * round(20 * done / total)
-        where = f"{done:,} of {total:,} {status['unit']}" if "unit" in status else f"step {done}/{total}, epoch {status['epoch']}"
+        where = (
+            f"{done:,} of {total:,} {status['unit']}"
+            if "unit" in status
+            else f"step {done}/{total}, epoch {status['epoch']}"
+        )
         parts.append(f"{bar:░<20} {where}")
     if recent:
         last = recent[-1]
         if "loss" in last:
             parts.append("loss not finite" if last["loss"] is None else f"loss {last['loss']:.4f}")
         elif "sequences_per_second" in last:
-            parts += [f"{last['sequences_per_second']:,.3g} sequences/s", *([f"accepted {_accepted(last)}"] if "accepted" in last else [])]
+            parts += [
+                f"{last['sequences_per_second']:,.3g} sequences/s",
+                *([f"accepted {_accepted(last)}"] if "accepted" in last else []),
+            ]
         if "tokens_per_second" in last:
             parts.append(f"{last['tokens_per_second']:,.0f} tokens/s")
         if last.get("skipped_steps"):
@@ -126,7 +133,9 @@ def has_viewer() -> bool:
     if shell is None:
         return False
     content = getattr(shell.kernel, "get_parent", dict)().get("content", {})
-    if not content.get("allow_stdin", "code" not in content):  # what a widget or another thread calls is no execute request, and has a person behind it
+    if not content.get(
+        "allow_stdin", "code" not in content
+    ):  # what a widget or another thread calls is no execute request, and has a person behind it
         return False
     try:
         import ipywidgets  # noqa: F401
@@ -138,7 +147,11 @@ def has_viewer() -> bool:
 @contextmanager
 def react_to_widgets() -> Iterator[Callable[[], None]]:
     "Within it, calling what it yields lets buttons of a cell that still runs do their work."
-    if threading.current_thread() is not threading.main_thread() or not has_viewer() or not hasattr(notebook_shell().kernel, "do_one_iteration"):
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or not has_viewer()
+        or not hasattr(notebook_shell().kernel, "do_one_iteration")
+    ):
         yield lambda: None
         return
     from jupyter_ui_poll import ui_events
@@ -174,12 +187,23 @@ class Place:
         self._handles[1].update({"image/png": base64.b64encode(png).decode(), "text/plain": "loss picture"}, raw=True)
 
 # %% ../nbs/09c_panel.ipynb #f9124768
-_STATE_COLORS = {"starting": "#546e7a", "running": "#1565c0", "stopping": "#b45309", "stopped": "#b45309", "done": "#2e7d32", "failed": "#c62828"}
+_STATE_COLORS = {
+    "starting": "#546e7a",
+    "running": "#1565c0",
+    "stopping": "#b45309",
+    "stopped": "#b45309",
+    "done": "#2e7d32",
+    "failed": "#c62828",
+}
 _PRE = 'style="max-height:22em;overflow:auto;white-space:pre-wrap;font-size:12px;line-height:1.35;margin:4px 0"'
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    cells = "".join(f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{value}</td></tr>' for name, value in rows if value)
+    cells = "".join(
+        f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{value}</td></tr>'
+        for name, value in rows
+        if value
+    )
     return f"<table>{cells}</table>"
 
 
@@ -190,7 +214,9 @@ def _headline(name: str, state: str, note: str) -> str:
 
 def _steps_done(status: dict[str, Any], curve: Curve) -> int:
     "Steps on the slice so far. A step is logged at once, the status follows twice a second."
-    return status.get("slice_step", 0) + max(0, curve.last.get("step", 0) - status.get("step", curve.last.get("step", 0)))
+    return status.get("slice_step", 0) + max(
+        0, curve.last.get("step", 0) - status.get("step", curve.last.get("step", 0))
+    )
 
 
 def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> str:
@@ -199,7 +225,11 @@ def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> 
     if not total:
         return '<div style="height:3.2em;padding-top:0.6em">loading model and data</div>'
     share = 100 * done / total
-    where = [f"{done:,} of {total:,} {status['unit']}"] if "unit" in status else [f"step {done:,} of {total:,}", f"epoch {status.get('epoch', 1)}"]
+    where = (
+        [f"{done:,} of {total:,} {status['unit']}"]
+        if "unit" in status
+        else [f"step {done:,} of {total:,}", f"epoch {status.get('epoch', 1)}"]
+    )
     words = [*where, f"{share:.0f}%"]
     if status["state"] == "running" and len(curve.recent) > 1 and curve.recent[-1][0] > curve.recent[0][0]:
         (s0, t0), (s1, t1) = curve.recent[0], curve.recent[-1]
@@ -208,7 +238,9 @@ def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> 
     if max_hours and status.get("launched"):
         ends.append(status["launched"] + max_hours * 3600)
     if ends and status["state"] in LIVE_STATES:
-        words.append(f"{_duration(max(0.0, min(ends) - time.time()))} of the {'session' if min(ends) == status.get('session_end') else 'budget'} left")
+        words.append(
+            f"{_duration(max(0.0, min(ends) - time.time()))} of the {'session' if min(ends) == status.get('session_end') else 'budget'} left"
+        )
     return (
         f'<div role="progressbar" aria-label="progress" aria-valuemin="0" aria-valuemax="{total}" aria-valuenow="{done}" '
         f'style="height:10px;border-radius:5px;background:rgba(128,128,128,0.3);max-width:760px">'
@@ -223,17 +255,38 @@ def _facts(task: str, status: dict[str, Any], curve: Curve) -> list[tuple[str, s
         return []
     memory = last.get("peak_memory_gib") or []
     where = "GPU" if status.get("device", "cpu") != "cpu" else "host"
-    scores = [f"{name} {last[f'eval_{name}']:.4f}" for name in ("loss", "accuracy", "f1") if last.get(f"eval_{name}") is not None]
+    scores = [
+        f"{name} {last[f'eval_{name}']:.4f}"
+        for name in ("loss", "accuracy", "f1")
+        if last.get(f"eval_{name}") is not None
+    ]
     return [
-        ("loss", "" if "loss" not in last else "not finite" if last["loss"] is None else f"{last['loss']:.4f} nats per {unit}"),
+        (
+            "loss",
+            ""
+            if "loss" not in last
+            else "not finite"
+            if last["loss"] is None
+            else f"{last['loss']:.4f} nats per {unit}",
+        ),
         ("made", f"{last['sequences_per_second']:,.3g} sequences/s" if "sequences_per_second" in last else ""),
         ("accepted", _accepted(last) if "accepted" in last else ""),
         ("reward", f"failed on {last['reward_errors']:,}" if last.get("reward_errors") else ""),
         ("evaluated", ", ".join(scores)),
         ("learning rate", f"{last['learning_rate']:.3g}" if "learning_rate" in last else ""),
-        ("speed", f"{last['tokens_per_second']:,.0f} tokens/s" + (f", {last['step_s']:.3g} s a step" if last.get("step_s") else "")),
-        (f"{where} memory", ", ".join(f"rank {rank}: {gib:.2f} GiB" for rank, gib in enumerate(memory)) + (" (peak)" if memory else "")),
-        ("skipped", f"{last['skipped_steps']} steps, whose gradient was not finite" if last.get("skipped_steps") else ""),
+        (
+            "speed",
+            f"{last['tokens_per_second']:,.0f} tokens/s"
+            + (f", {last['step_s']:.3g} s a step" if last.get("step_s") else ""),
+        ),
+        (
+            f"{where} memory",
+            ", ".join(f"rank {rank}: {gib:.2f} GiB" for rank, gib in enumerate(memory)) + (" (peak)" if memory else ""),
+        ),
+        (
+            "skipped",
+            f"{last['skipped_steps']} steps, whose gradient was not finite" if last.get("skipped_steps") else "",
+        ),
     ]
 
 
@@ -241,7 +294,11 @@ def _failure_html(error: Exception) -> str:
     "The root exception in a line, the rest folded below."
     first, _, rest = str(error).partition("\n")
     name = "" if type(error).__name__ == "RunFailed" else f"{type(error).__name__}: "
-    folded = f"<details><summary>traceback and log</summary><pre {_PRE}>{escape(rest.strip())}</pre></details>" if rest.strip() else ""
+    folded = (
+        f"<details><summary>traceback and log</summary><pre {_PRE}>{escape(rest.strip())}</pre></details>"
+        if rest.strip()
+        else ""
+    )
     return f'<div style="border-left:4px solid #c62828;padding:2px 10px;margin:6px 0"><b>{escape(name + first)}</b>{folded}</div>'
 
 
@@ -258,10 +315,16 @@ def summary_html(run: Any) -> str:
     state, seconds = run.state, status.get("heartbeat", 0) - status.get("launched", status.get("heartbeat", 0))
     before, after = status.get("loss_before"), status.get("loss_after")
     results = [(name, status.get(name)) for name in ("export", "merged", "pushed_to", "kept")]
-    results += [("written", f"{count:,} answers to {path}") for path, count in status.get("generated", {}).get("written", {}).items()]
+    results += [
+        ("written", f"{count:,} answers to {path}")
+        for path, count in status.get("generated", {}).get("written", {}).items()
+    ]
     checkpoints, of = run_dir.checkpoints(), "" if status.get("unit") else " of the slice"
     rows = [
-        (status.get("unit", "steps"), f"{_steps_done(status, curve):,} of {status['total_steps']:,}{of}" if status.get("total_steps") else "none"),
+        (
+            status.get("unit", "steps"),
+            f"{_steps_done(status, curve):,} of {status['total_steps']:,}{of}" if status.get("total_steps") else "none",
+        ),
         ("loss", "" if before is None else f"{before:.4f} at the start, {_end_of_loss(after, curve)}"),
         *[row for row in _facts(run.config.task, status, curve) if row[0] not in ("loss", "learning rate")],
         ("took", _duration(seconds)),
@@ -269,7 +332,12 @@ def summary_html(run: Any) -> str:
         *[(name.replace("_", " "), f"<code>{escape(str(value))}</code>") for name, value in results if value],
         *[("remark", escape(remark)) for remark in status.get("remarks", [])],
         ("message", escape(status["message"]) if status.get("message") else ""),
-        ("to go on", "the same settings again continue from that checkpoint, also on another number of GPUs" if checkpoints and state != "done" else ""),
+        (
+            "to go on",
+            "the same settings again continue from that checkpoint, also on another number of GPUs"
+            if checkpoints and state != "done"
+            else "",
+        ),
     ]
     failure = _failure_html(run.failure) if state == "failed" else ""
     return _headline(run.name, state, "") + failure + _table(rows)
@@ -301,7 +369,9 @@ class Panel:
         self._folds = {"checkpoints": self._checkpoint_table, "logs": self._log_tails}
         if "unit" in self._run.status:
             del self._folds["checkpoints"]  # a generation has none
-        self._folded = w.Accordion(children=[w.HTML() for _ in self._folds], titles=tuple(self._folds), selected_index=None)
+        self._folded = w.Accordion(
+            children=[w.HTML() for _ in self._folds], titles=tuple(self._folds), selected_index=None
+        )
         self._folded.observe(lambda _: self.show(now=True), "selected_index")
         buttons = w.HBox([self._stop, self._kill])
         self._root = w.VBox([self._head, self._bar, self._drawing, self._table, self._remarks, buttons, self._folded])
@@ -330,7 +400,11 @@ class Panel:
         if (self._curve.read() or not self._drawing.value) and "unit" not in status:
             self._set(self._drawing, curve_svg(self._curve))
         self._set(self._bar, _progress(status, self._curve, run.config.max_hours))
-        facts = [f'<b style="font-weight:600">{name}</b> {value}' for name, value in _facts(run.config.task, status, self._curve) if value]
+        facts = [
+            f'<b style="font-weight:600">{name}</b> {value}'
+            for name, value in _facts(run.config.task, status, self._curve)
+            if value
+        ]
         self._set(self._table, f'<div style="line-height:1.5">{" &ensp;·&ensp; ".join(facts)}</div>' if facts else "")
         self._set(self._remarks, "".join(f"<div>{escape(r)}</div>" for r in status.get("remarks", [])))
         if (opened := self._folded.selected_index) is not None:
@@ -348,7 +422,9 @@ class Panel:
         for path in reversed(self._run.dir.checkpoints()):
             if path not in self._sizes:
                 self._sizes[path] = size(path)
-            rows.append((escape(path.name), f"{_bytes(self._sizes[path])}, {age(time.time() - path.stat().st_mtime)} old"))
+            rows.append(
+                (escape(path.name), f"{_bytes(self._sizes[path])}, {age(time.time() - path.stat().st_mtime)} old")
+            )
         return _table(rows) if rows else "none yet"
 
     def _log_tails(self) -> str:
@@ -358,14 +434,20 @@ class Panel:
     def _on_stop(self, _: Any) -> None:
         self._stop.disabled = True
         self._run.dir.request_stop()
-        threading.Thread(target=self._run.see_stopped, name="stop-run", daemon=True).start()  # insists when grace has run out
+        threading.Thread(
+            target=self._run.see_stopped, name="stop-run", daemon=True
+        ).start()  # insists when grace has run out
         self.show(now=True)
 
     def _on_kill(self, _: Any) -> None:
         if self._kill.button_style:
             self._run.kill()
         else:
-            self._kill.description, self._kill.button_style, self._sure_until = "Really? Nothing is saved", "danger", time.monotonic() + _SURE_S
+            self._kill.description, self._kill.button_style, self._sure_until = (
+                "Really? Nothing is saved",
+                "danger",
+                time.monotonic() + _SURE_S,
+            )
         self.show(now=True)
 
     def end(self, line: Callable[[], str], picture: Path | None) -> None:

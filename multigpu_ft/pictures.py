@@ -102,15 +102,39 @@ def _loss_picture(compared: Compared) -> Any:
         level_name, unit, better = _names(comparison)
         top = max(_high(level) for result in results if (level := _level(result)))
         for place, result in enumerate(results):
-            tint = _BASE if place == 0 else color if place == len(results) - 1 else _EARLIER if color == _NEWEST else "#f0b48a"
+            tint = (
+                _BASE
+                if place == 0
+                else color
+                if place == len(results) - 1
+                else _EARLIER
+                if color == _NEWEST
+                else "#f0b48a"
+            )
             if (level := _level(result)) is None:
                 left.text(0, place, " not finite", va="center", fontsize=9)
                 continue
             left.barh(place, level.value, color=tint, height=0.62)
             left.errorbar(level.value, place, xerr=_reach(level), color="black", capsize=3, linewidth=1.2)
-            left.text(_high(level) + 0.015 * top, place, f"{level.value:.1f}" if comparison.confusions else f"{level.value:.3f}", va="center", fontsize=9)
+            left.text(
+                _high(level) + 0.015 * top,
+                place,
+                f"{level.value:.1f}" if comparison.confusions else f"{level.value:.3f}",
+                va="center",
+                fontsize=9,
+            )
             if change := _change(result):
-                right.errorbar(change.value, place, xerr=_reach(change), fmt="o", color=tint, ecolor="black", capsize=3, markersize=6, linewidth=1.2)
+                right.errorbar(
+                    change.value,
+                    place,
+                    xerr=_reach(change),
+                    fmt="o",
+                    color=tint,
+                    ecolor="black",
+                    capsize=3,
+                    markersize=6,
+                    linewidth=1.2,
+                )
         left.set_yticks(range(len(results)), [_label(result.name) for result in results])
         left.set(xlim=(0, top * 1.13), xlabel=level_name, ylim=(len(results) - 0.4, -0.6))
         left.set_title(_title(comparison, color), fontsize=10, loc="left")
@@ -126,7 +150,11 @@ def _loss_picture(compared: Compared) -> Any:
 
 # %% ../nbs/08a_pictures.ipynb #64c37ef4
 def _differences_picture(compared: Compared) -> Any:
-    sets = [(comparison, color) for comparison, color in _sets(compared) if comparison.newest.to_base and comparison.newest.to_base.loss]
+    sets = [
+        (comparison, color)
+        for comparison, color in _sets(compared)
+        if comparison.newest.to_base and comparison.newest.to_base.loss
+    ]
     if not sets:
         return None
     figure, axes = _figure(2.9, 1, len(sets))
@@ -142,7 +170,11 @@ def _differences_picture(compared: Compared) -> Any:
         outside = int(((changes < low) | (changes > high)).sum())
         beyond = f", {outside:,} beyond the picture's ends" if outside else ""
         panel.set(xlabel=f"change of an example's loss (nats per {comparison.unit})", ylabel="examples")
-        panel.set_title(f"{_title(comparison, color)}\n{(changes < 0).mean():.0%} fell, {(changes > 0).mean():.0%} rose{beyond}", fontsize=10, loc="left")
+        panel.set_title(
+            f"{_title(comparison, color)}\n{(changes < 0).mean():.0%} fell, {(changes > 0).mean():.0%} rose{beyond}",
+            fontsize=10,
+            loc="left",
+        )
         panel.set_ylim(top=1.35 * panel.get_ylim()[1])
         panel.legend(fontsize=9, framealpha=0.9, edgecolor="none")
     return figure
@@ -153,12 +185,32 @@ def _lengths_picture(compared: Compared, classes: list[dict[str, Any]]) -> Any:
         return None
     figure, ((left, right),) = _figure(3.1, 1, 2)
     places = np.arange(len(classes))
-    for name, label, shift, color, mark in (("base", compared.target.names[0], -0.1, _BASE, "s"), ("newest", compared.target.names[-1], 0.1, _NEWEST, "o")):
+    for name, label, shift, color, mark in (
+        ("base", compared.target.names[0], -0.1, _BASE, "s"),
+        ("newest", compared.target.names[-1], 0.1, _NEWEST, "o"),
+    ):
         found = [c[name] for c in classes]
         reach = np.hstack([_reach(e) for e in found])
-        left.errorbar(places + shift, [e.value for e in found], yerr=reach, fmt=mark, color=color, capsize=3, markersize=5, label=_label(label))
+        left.errorbar(
+            places + shift,
+            [e.value for e in found],
+            yerr=reach,
+            fmt=mark,
+            color=color,
+            capsize=3,
+            markersize=5,
+            label=_label(label),
+        )
     changes = [c["change"] for c in classes]
-    right.errorbar(places, [e.value for e in changes], yerr=np.hstack([_reach(e) for e in changes]), fmt="o", color=_NEWEST, ecolor="black", capsize=3)
+    right.errorbar(
+        places,
+        [e.value for e in changes],
+        yerr=np.hstack([_reach(e) for e in changes]),
+        fmt="o",
+        color=_NEWEST,
+        ecolor="black",
+        capsize=3,
+    )
     right.axhline(0, color=_BASE, linewidth=1.2)
     for panel in (left, right):
         panel.set_xticks(places, [f"{c['from']}-{c['to']}\n({c['examples']:,})" for c in classes], fontsize=8)
@@ -187,18 +239,31 @@ def _slices_picture(compared: Compared) -> Any:
             found = [of(result) for result in comparison.results]
             if of is _change:
                 found[0] = Estimate(0.0, 0.0, 0.0)
-            points = [(seen[i] if known else i, e.value, _low(e), _high(e)) for i, e in enumerate(found) if e is not None]
+            points = [
+                (seen[i] if known else i, e.value, _low(e), _high(e)) for i, e in enumerate(found) if e is not None
+            ]
             if points:
                 x, value, low, high = np.array(points).T
                 panel.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-                panel.plot(x, value, marker="o" if color == _NEWEST else "s", markersize=5, color=color, label=_label(comparison.scores.dataset, 28))
+                panel.plot(
+                    x,
+                    value,
+                    marker="o" if color == _NEWEST else "s",
+                    markersize=5,
+                    color=color,
+                    label=_label(comparison.scores.dataset, 28),
+                )
     level_name, unit, better = _names(compared.target)
     left.set(ylabel=level_name)
     right.set(ylabel=unit)
     right.set_title(f"change from the base, {better}", fontsize=10, loc="left")
     right.axhline(0, color=_BASE, linewidth=1.2)
     for panel in (left, right):
-        panel.set_xlabel("texts trained on, each once an epoch (0: the base)" if known else "checkpoints, as they were trained (0: the base)")
+        panel.set_xlabel(
+            "texts trained on, each once an epoch (0: the base)"
+            if known
+            else "checkpoints, as they were trained (0: the base)"
+        )
         panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         panel.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         panel.grid(alpha=0.3)
@@ -211,7 +276,12 @@ _MOST_LABELS = 12
 
 def _confusion_picture(compared: Compared) -> Any:
     target = compared.target
-    if not target.confusions or not target.count or len(target.names) < 2 or len(target.confusions[target.names[0]]) > _MOST_LABELS:
+    if (
+        not target.confusions
+        or not target.count
+        or len(target.names) < 2
+        or len(target.confusions[target.names[0]]) > _MOST_LABELS
+    ):
         return None
     shown = [target.names[0], target.names[-1]]
     count = len(target.confusions[shown[0]])
@@ -222,7 +292,15 @@ def _confusion_picture(compared: Compared) -> Any:
         shares = confusion / np.maximum(1, confusion.sum(1, keepdims=True))
         panel.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         for (row, column), number in np.ndenumerate(confusion):
-            panel.text(column, row, f"{number:,.0f}", ha="center", va="center", fontsize=9, color="white" if shares[row, column] > 0.55 else "black")
+            panel.text(
+                column,
+                row,
+                f"{number:,.0f}",
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="white" if shares[row, column] > 0.55 else "black",
+            )
         panel.set_xticks(range(count), labels, rotation=0 if count <= 4 else 45, ha="center" if count <= 4 else "right")
         panel.set_yticks(range(count), labels)
         panel.set_title(_label(name), fontsize=10, loc="left")
@@ -239,7 +317,10 @@ def pictures(compared: Compared, by_length: list[dict[str, Any]] | None = None) 
     `by_length` is what `compared.target.by_length()` says, if that is known already."""
     classes = compared.target.by_length() if by_length is None else by_length
     found = {
-        "loss": _loss_picture(compared), "slices": _slices_picture(compared), "differences": _differences_picture(compared),
-        "lengths": _lengths_picture(compared, classes), "confusion": _confusion_picture(compared),
+        "loss": _loss_picture(compared),
+        "slices": _slices_picture(compared),
+        "differences": _differences_picture(compared),
+        "lengths": _lengths_picture(compared, classes),
+        "confusion": _confusion_picture(compared),
     }
     return {name: figure for name, figure in found.items() if figure is not None}

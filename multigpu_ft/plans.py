@@ -21,8 +21,26 @@ from .rundir import COMMIT_FILE, RunDir, read_commit, saved_at, short_name
 
 # %% ../nbs/08c_plans.ipynb #8d4d31c0
 _OF_THE_MODEL = (
-    "model", "revision", "attn_implementation", "task", "tuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "dtype", "seed",
-    "dataset", "dataset_split", "dataset_revision", "text_field", "text_pair_field", "label_field", "messages_field", "max_length", "batch_size",
+    "model",
+    "revision",
+    "attn_implementation",
+    "task",
+    "tuning",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "dtype",
+    "seed",
+    "dataset",
+    "dataset_split",
+    "dataset_revision",
+    "text_field",
+    "text_pair_field",
+    "label_field",
+    "messages_field",
+    "max_length",
+    "batch_size",
 )
 
 
@@ -61,7 +79,12 @@ def _config_of_commit(stored: dict[str, Any]) -> RunConfig:
     if task == "classification":
         named |= {"label_field": fields[-1]} | ({"text_pair_field": fields[1]} if len(fields) == 3 else {})
     if adapter:
-        named |= {"tuning": "lora", "lora_r": adapter["r"], "lora_alpha": adapter["alpha"], "lora_target_modules": adapter["target_modules"]}
+        named |= {
+            "tuning": "lora",
+            "lora_r": adapter["r"],
+            "lora_alpha": adapter["alpha"],
+            "lora_target_modules": adapter["target_modules"],
+        }
     names = ("model", "revision", "dataset", "dataset_split", "dataset_revision", "task")
     return RunConfig(**{name: stored[name] for name in names} | {"dataset": without_folder(stored["dataset"])}, **named)
 
@@ -85,10 +108,24 @@ def checkpoint_subject(path: Path, base: str | None = None) -> Subject:
         raise CheckpointError(f"checkpoint {path} is damaged: {error}. Name another one.") from None
     run = _run_of(path)
     if not run and not base and is_local(stored["model"]):
-        raise ConfigError(f"{path} was made from {stored['model']!r}, and its run is not there to tell which folder that is; name it with base=.")
-    status, cfg = (run.status(), run.config()) if run else ({}, _config_of_commit({**stored, **({"model": base} if base else {})}))
+        raise ConfigError(
+            f"{path} was made from {stored['model']!r}, and its run is not there to tell which folder that is; name it with base=."
+        )
+    status, cfg = (
+        (run.status(), run.config())
+        if run
+        else ({}, _config_of_commit({**stored, **({"model": base} if base else {})}))
+    )
     return Subject(
-        path.name, path, of_the_model(cfg), trained, status.get("quantization"), stored.get("labels"), stored.get("tokenizer"), status.get("num_rows"), run
+        path.name,
+        path,
+        of_the_model(cfg),
+        trained,
+        status.get("quantization"),
+        stored.get("labels"),
+        stored.get("tokenizer"),
+        status.get("num_rows"),
+        run,
     )
 
 
@@ -99,7 +136,9 @@ def export_subject(path: Path, name: str | None = None, base: str | None = None)
     path = path.resolve()
     adapter, check, run = _read(path / "adapter_config.json"), _read(path / "check.json"), _run_of(path)
     if not adapter and not _read(path / "config.json").get("model_type"):
-        raise CheckpointError(f"{path} holds neither a checkpoint ({COMMIT_FILE}) nor a model (config.json) nor an adapter (adapter_config.json).")
+        raise CheckpointError(
+            f"{path} holds neither a checkpoint ({COMMIT_FILE}) nor a model (config.json) nor an adapter (adapter_config.json)."
+        )
     merged = not adapter and check.get("tuning", "full") != "full"
     quantization = "none" if merged else check.get("quantization")
     if run:
@@ -119,7 +158,17 @@ def export_subject(path: Path, name: str | None = None, base: str | None = None)
         cfg = RunConfig(**{**known, "model": made_from, "tuning": tuning})
     if merged:
         cfg = cfg.replace(tuning="full", merge_adapter=False, quantization="auto")
-    return Subject(name or short_name(path.name), path, of_the_model(cfg), trained, quantization, label_names, None, status.get("num_rows"), run)
+    return Subject(
+        name or short_name(path.name),
+        path,
+        of_the_model(cfg),
+        trained,
+        quantization,
+        label_names,
+        None,
+        status.get("num_rows"),
+        run,
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -170,7 +219,9 @@ def find_runs(run: Any, run_root: str | Path | None = None) -> list[RunDir]:
     found = [RunDir(p.parent) for p in path.glob("*/config.json") if (p.parent / "status.json").exists()]
     if not found:
         there = ", ".join(sorted(p.parent.name for p in root.glob("*/status.json"))) or "none"
-        raise ConfigError(f"run={str(run)!r}: there is no run directory there, and no folder of runs; those in {root.absolute()}: {there}.")
+        raise ConfigError(
+            f"run={str(run)!r}: there is no run directory there, and no folder of runs; those in {root.absolute()}: {there}."
+        )
     return _last_of_each_slice(sorted(found, key=lambda r: r.status().get("launched", 0)))
 
 
@@ -195,11 +246,15 @@ def newest_subject(run: RunDir) -> Subject:
         return export_subject(run.path / "export")
     checkpoints = run.checkpoints()
     if not checkpoints:
-        raise CheckpointError(f"{run.name} has neither an export nor a checkpoint, so there is nothing to evaluate; its state is {run.status()['state']}.")
+        raise CheckpointError(
+            f"{run.name} has neither an export nor a checkpoint, so there is nothing to evaluate; its state is {run.status()['state']}."
+        )
     return checkpoint_subject(checkpoints[-1])
 
 
-def find_subjects(runs: list[RunDir], checkpoint: Any, base: str | None, run_root: str | Path | None = None) -> list[Subject]:
+def find_subjects(
+    runs: list[RunDir], checkpoint: Any, base: str | None, run_root: str | Path | None = None
+) -> list[Subject]:
     """The models that `checkpoint` names, in the order in which they were saved: a name, a path, `all`, or several in a list or with commas between;
     `None`: the newest one of each of `runs`.
 
@@ -207,15 +262,30 @@ def find_subjects(runs: list[RunDir], checkpoint: Any, base: str | None, run_roo
     if checkpoint is None:
         return _distinct([newest_subject(run) for run in runs])
     several = isinstance(checkpoint, (list, tuple))
-    names = [str(one) for one in checkpoint] if several else [str(checkpoint)] if Path(str(checkpoint)).exists() else str(checkpoint).split(",")
+    names = (
+        [str(one) for one in checkpoint]
+        if several
+        else [str(checkpoint)]
+        if Path(str(checkpoint)).exists()
+        else str(checkpoint).split(",")
+    )
     kept = list(dict.fromkeys(c for run in runs for c in kept_checkpoints(run)))
     if not runs:
-        kept = [c for config in Path(run_root or default_run_root()).glob("*/config.json") for c in RunDir(config.parent).checkpoints()]
+        kept = [
+            c
+            for config in Path(run_root or default_run_root()).glob("*/config.json")
+            for c in RunDir(config.parent).checkpoints()
+        ]
     found: list[Path] = []
     for name in filter(None, map(str.strip, names)):
         found += [p for p in _named(name, runs, sorted(kept, key=saved_at)) if p not in found]
     found.sort(key=lambda path: saved_at(path) if (path / COMMIT_FILE).exists() else path.stat().st_mtime)
-    return _distinct([checkpoint_subject(path, base) if (path / COMMIT_FILE).exists() else export_subject(path, base=base) for path in found])
+    return _distinct(
+        [
+            checkpoint_subject(path, base) if (path / COMMIT_FILE).exists() else export_subject(path, base=base)
+            for path in found
+        ]
+    )
 
 
 def _named(name: str, runs: list[RunDir], kept: list[Path]) -> list[Path]:
@@ -231,13 +301,18 @@ def _named(name: str, runs: list[RunDir], kept: list[Path]) -> list[Path]:
     if matching := [c for c in kept if c.name == name]:
         return matching[-1:]
     there = ", ".join(dict.fromkeys(c.name for c in kept)) or "none"
-    raise CheckpointError(f"there is no checkpoint {name!r}{f' of {runs[-1].name}' if runs else ''}; those there are: {there}.")
+    raise CheckpointError(
+        f"there is no checkpoint {name!r}{f' of {runs[-1].name}' if runs else ''}; those there are: {there}."
+    )
 
 
 def _distinct(subjects: list[Subject]) -> list[Subject]:
     "With the run in the name where several have the same one. `base` is the base's."
     names = ["base", *(s.name for s in subjects)]
-    made = [replace(s, name=f"{s.name} of {s.run.name if s.run else s.path.parent.name}") if names.count(s.name) > 1 else s for s in subjects]
+    made = [
+        replace(s, name=f"{s.name} of {s.run.name if s.run else s.path.parent.name}") if names.count(s.name) > 1 else s
+        for s in subjects
+    ]
     taken: dict[str, int] = {}
     for number, subject in enumerate(made):
         taken[subject.name] = taken.get(subject.name, 0) + 1
@@ -259,12 +334,16 @@ def held_out_rows(subjects: list[Subject]) -> tuple[RunConfig, str]:
         return of_the_model(own, tuning=cfg.tuning, **_span(own)), "on which the run evaluates itself"
     trained = [(s["start_idx"], s["end_idx"]) for subject in subjects for s in subject.trained]
     if not trained:
-        raise ConfigError(f"nothing tells on which rows of {cfg.dataset} {newest.name} was trained, so name those to compare on: dataset, start_idx, end_idx.")
+        raise ConfigError(
+            f"nothing tells on which rows of {cfg.dataset} {newest.name} was trained, so name those to compare on: dataset, start_idx, end_idx."
+        )
     first, last, num_rows = min(s for s, _ in trained), max(e for _, e in trained), count_rows(cfg)
     num_rows = newest.num_rows if num_rows is None else num_rows
     rows = min(_ROWS, trained[-1][1] - trained[-1][0])
     if num_rows is None or last < num_rows:
-        return of_the_model(cfg, start_idx=last, end_idx=min(last + rows, num_rows or last + rows)), "which come after all trained rows"
+        return of_the_model(
+            cfg, start_idx=last, end_idx=min(last + rows, num_rows or last + rows)
+        ), "which come after all trained rows"
     if first > 0:
         return of_the_model(cfg, start_idx=max(0, first - rows), end_idx=first), "which come before all trained rows"
     start, end = trained[-1]
@@ -274,18 +353,28 @@ def held_out_rows(subjects: list[Subject]) -> tuple[RunConfig, str]:
 def _span(cfg: RunConfig) -> dict[str, Any]:
     "First row and row after the last of `cfg`'s slice, that one only if it is known."
     num_rows = count_rows(cfg)
-    return {"start_idx": cfg.start_idx, "end_idx": cfg.end_idx if num_rows is None else cfg.slice_end(num_rows), "slice_size": cfg.slice_size}
+    return {
+        "start_idx": cfg.start_idx,
+        "end_idx": cfg.end_idx if num_rows is None else cfg.slice_end(num_rows),
+        "slice_size": cfg.slice_size,
+    }
 
 
 def named_rows(cfg: RunConfig, **given: Any) -> RunConfig:
     """`cfg` with the data that is `given` (what is None is left as it is): without `end_idx` 1,000 rows, or those to the end of the data.
 
     Raises `DataError` for rows outside the data, as far as their number is known here, and `ConfigError` for settings that cannot be."""
-    if given.get("dataset") and _is_same_file(given["dataset"], cfg.dataset):  # rows that were trained are known by this name
+    if given.get("dataset") and _is_same_file(
+        given["dataset"], cfg.dataset
+    ):  # rows that were trained are known by this name
         given = {**given, "dataset": cfg.dataset}
     other = given.get("dataset") not in (None, cfg.dataset)
-    elsewhere = {"dataset_split": "train", "dataset_revision": None} if other else {}  # those of the run are its own dataset's
-    chosen = of_the_model(cfg, **{**elsewhere, "start_idx": 0, "slice_size": _ROWS, **{k: v for k, v in given.items() if v is not None}})
+    elsewhere = (
+        {"dataset_split": "train", "dataset_revision": None} if other else {}
+    )  # those of the run are its own dataset's
+    chosen = of_the_model(
+        cfg, **{**elsewhere, "start_idx": 0, "slice_size": _ROWS, **{k: v for k, v in given.items() if v is not None}}
+    )
     num_rows = count_rows(chosen)
     return chosen if num_rows is None else chosen.replace(end_idx=chosen.slice_end(num_rows))
 
@@ -313,12 +402,22 @@ class Plan:
     def __str__(self) -> str:
         names = [subject.name for subject in self.subjects]
         against = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-        data = f"on {_rows(self.target)}" + (f", {self.why}" if self.why else "") + (f"; for forgetting on {_rows(self.forgetting)}" if self.forgetting else "")
+        data = (
+            f"on {_rows(self.target)}"
+            + (f", {self.why}" if self.why else "")
+            + (f"; for forgetting on {_rows(self.forgetting)}" if self.forgetting else "")
+        )
         return f"{self.base.model} against {against}, {data}"
 
 
 def _rows(cfg: RunConfig) -> str:
-    end = cfg.end_idx if cfg.end_idx is not None else "(end)" if cfg.slice_size > _ROWS else cfg.start_idx + cfg.slice_size
+    end = (
+        cfg.end_idx
+        if cfg.end_idx is not None
+        else "(end)"
+        if cfg.slice_size > _ROWS
+        else cfg.start_idx + cfg.slice_size
+    )
     return f"rows {cfg.start_idx}-{end} of {shown_data(cfg)}"
 
 

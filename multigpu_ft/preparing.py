@@ -25,7 +25,13 @@ from .lineage import is_foreign
 from .loading import share_quantization, wait_for_rank_0
 from .losses import ClassifierLoss, LossModel, choose_packing, self_check, without_adapter
 from multigpu_ft.models import (
-    checkpoint_activations, checkpoint_every, choose_quantization, frozen_bytes, load_model, load_shell, transformer_blocks,
+    checkpoint_activations,
+    checkpoint_every,
+    choose_quantization,
+    frozen_bytes,
+    load_model,
+    load_shell,
+    transformer_blocks,
 )
 from .optimizers import make_optimizer
 from .strategies import Single, World, compute_dtype
@@ -38,12 +44,20 @@ class Prepared:
 
     strategy: Single
     quantization: str
-    trained: list[dict[str, Any]]  # the slice ledger that a `.pt` file's name told; of another checkpoint it is in its progress
+    trained: list[
+        dict[str, Any]
+    ]  # the slice ledger that a `.pt` file's name told; of another checkpoint it is in its progress
     about: dict[str, Any]  # what was decided, for status.json
 
 
 def load_base(
-    cfg: RunConfig, world: World, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None, dtype: torch.dtype, quantization: str, sharded: bool
+    cfg: RunConfig,
+    world: World,
+    tokenizer: PreTrainedTokenizerBase,
+    label_names: list[str] | None,
+    dtype: torch.dtype,
+    quantization: str,
+    sharded: bool,
 ) -> tuple[nn.Module, bool]:
     """The model of `cfg`, its weights of `dtype` or quantized, as a strategy's `prepare` takes it, and whether it is `streamed`: then only rank 0's has
     weights. A collective.
@@ -52,7 +66,9 @@ def load_base(
     others. Raises `ModelError`."""
     streamed = world.size > 1 and (quantization == "none" or sharded)
     if world.is_main or not streamed:
-        model = load_model(cfg, tokenizer, label_names, dtype, quantization, torch.device("cpu") if streamed else world.device)
+        model = load_model(
+            cfg, tokenizer, label_names, dtype, quantization, torch.device("cpu") if streamed else world.device
+        )
     else:
         model = load_shell(cfg, tokenizer, label_names, dtype)
     if streamed:
@@ -95,11 +111,18 @@ def _as_planned(cfg: RunConfig, plan: dict[str, Any], world: World) -> tuple[Run
     if abs(memory / plan["memory_mib"] - 1) > 0.05:
         return cfg, None
     reason = plan["line"] if cfg.strategy == "auto" else None
-    return cfg.replace(**{name: value for name, value in plan["decided"].items() if getattr(cfg, name) == "auto"}), reason
+    return cfg.replace(
+        **{name: value for name, value in plan["decided"].items() if getattr(cfg, name) == "auto"}
+    ), reason
 
 
 def prepare_model(
-    cfg: RunConfig, world: World, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None, checkpoint: Path | None, remark: Callable[[str], None],
+    cfg: RunConfig,
+    world: World,
+    tokenizer: PreTrainedTokenizerBase,
+    label_names: list[str] | None,
+    checkpoint: Path | None,
+    remark: Callable[[str], None],
     plan: dict[str, Any] | None = None,
 ) -> Prepared:
     """Load the model of `cfg` and put it under its strategy, as `plan` of the run directory decided what `cfg` leaves open. Of a `checkpoint` only weights that
@@ -115,17 +138,26 @@ def prepare_model(
     model, streamed = load_base(cfg, world, tokenizer, label_names, dtype, quantization, strategy.name == "fsdp")
     trained = take_foreign(checkpoint, model, cfg, world) if checkpoint and is_foreign(checkpoint) else []
     if cfg.tuning != "full":
-        remark(f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%}); quantization {quantization}: {quantization_reason}")
+        remark(
+            f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%}); quantization {quantization}: {quantization_reason}"
+        )
     every = put_under(cfg, strategy, with_loss(cfg, model, label_names), streamed)
     about = {
-        "strategy_reason": planned or why, "communication": "window" if strategy.window else "micro_batch", "quantization": quantization,
-        "quantization_reason": quantization_reason, "trainable_parameters": trainable, "parameters": total, "label_names": label_names,
+        "strategy_reason": planned or why,
+        "communication": "window" if strategy.window else "micro_batch",
+        "quantization": quantization,
+        "quantization_reason": quantization_reason,
+        "trainable_parameters": trainable,
+        "parameters": total,
+        "label_names": label_names,
         "checkpointed_blocks": {0: "none", 1: "all"}.get(every, f"every {every}th"),
     }
     return Prepared(strategy, quantization, trained, about)
 
 # %% ../nbs/04c_preparing.ipynb #6fefd640
-def settle_packing(cfg: RunConfig, strategy: Single, texts: TokenizedTexts, begun: str | None = None) -> tuple[str, str, bool]:
+def settle_packing(
+    cfg: RunConfig, strategy: Single, texts: TokenizedTexts, begun: str | None = None
+) -> tuple[str, str, bool]:
     """The packing, the reason for it, and whether the loss is computed in chunks, which `strategy`'s model is told. `begun` is the packing that the slice
     began with, if it did; `auto` stays with it. A collective."""
     core, model, world = getattr(strategy.model, "module", strategy.model), strategy.unwrap_model(), strategy.world
@@ -139,7 +171,12 @@ def settle_packing(cfg: RunConfig, strategy: Single, texts: TokenizedTexts, begu
     two = [texts[int(i)] for i in np.argsort(-texts.lengths, kind="stable")[:2]]
     with evaluating(strategy.model):
         exact = self_check(
-            losses_of, two if len(two) == 2 else two * 2, texts.pad_id, strategy.dtype, cfg.max_length, masks=cfg.attn_implementation != "flash_attention_2",
+            losses_of,
+            two if len(two) == 2 else two * 2,
+            texts.pad_id,
+            strategy.dtype,
+            cfg.max_length,
+            masks=cfg.attn_implementation != "flash_attention_2",
         )
     exact = {way: world.max(float(not fine)) == 0 for way, fine in exact.items()}
     core.chunked = exact["chunked"]

@@ -129,7 +129,10 @@ def write_error(path: Path, error: BaseException) -> None:
             "extraInfo": {
                 "py_callstack": hide_secrets("".join(traceback.format_exception(error))),
                 "timestamp": str(int(time.time())),
-                "type": kind.__name__, "text": hide_secrets(str(error)), "clear": clear, "time": time.time(),
+                "type": kind.__name__,
+                "text": hide_secrets(str(error)),
+                "clear": clear,
+                "time": time.time(),
             },
         }
     }

@@ -30,7 +30,9 @@ class Progress:
     optimizer_step: int = 0  # optimizer steps since the optimizer was new
     order: dict[str, Any] = field(default_factory=dict)  # what those rows follow from: a `batches.Order`
     earlier: list[dict[str, Any]] = field(default_factory=list)  # the slice ledger up to this slice
-    best: dict[str, Any] = field(default_factory=dict)  # the best evaluation of this slice: its scores, `step`, `checkpoint`, and `data`, a digest
+    best: dict[str, Any] = field(
+        default_factory=dict
+    )  # the best evaluation of this slice: its scores, `step`, `checkpoint`, and `data`, a digest
     evaluations_since: int = 0  # that one
     line: str = ""  # what all runs have in common that go on from one another, for trackers
 
@@ -43,7 +45,11 @@ class Progress:
         "The slice ledger: one entry a slice, this one last, as `lineage.ledger_remarks` reads them."
         whole = self.epoch if self.num_rows and self.position >= self.num_rows else self.epoch - 1
         now = {"start_idx": self.start_idx, "end_idx": self.end_idx, "epochs": whole, "steps": self.slice_step}
-        return [*self.earlier, {**now, "position": self.position, "num_rows": self.num_rows}] if self.slice_step else self.earlier
+        return (
+            [*self.earlier, {**now, "position": self.position, "num_rows": self.num_rows}]
+            if self.slice_step
+            else self.earlier
+        )
 
     def judge(self, scores: dict[str, float], data: str, planned: bool = True) -> bool:
         """Take in the `scores` of an evaluation on `data`. Whether their `loss` is the lowest so far on this slice and that data.
@@ -72,14 +78,25 @@ def next_progress(saved: Progress, cfg: RunConfig, end_idx: int, order: Order) -
         saved = replace(saved, optimizer_step=0)
     if cfg.resume_scope == "weights" or not saved.is_of(cfg, end_idx):
         return Progress(
-            cfg.start_idx, end_idx, cfg.initial_epoch, step=saved.step, samples_seen=saved.samples_seen, optimizer_step=saved.optimizer_step,
-            order=asdict(order), earlier=saved.trained(), line=saved.line,
+            cfg.start_idx,
+            end_idx,
+            cfg.initial_epoch,
+            step=saved.step,
+            samples_seen=saved.samples_seen,
+            optimizer_step=saved.optimizer_step,
+            order=asdict(order),
+            earlier=saved.trained(),
+            line=saved.line,
         )
     now = {**asdict(order), "rows_a_step": saved.order.get("rows_a_step", order.rows_a_step)}
     if saved.position >= saved.num_rows:
         return replace(saved, epoch=saved.epoch + 1, position=0, order=now)
     if saved.order != now:
-        differ = "; ".join(f"{name}: checkpoint {saved.order.get(name)!r}, this run {value!r}" for name, value in now.items() if saved.order.get(name) != value)
+        differ = "; ".join(
+            f"{name}: checkpoint {saved.order.get(name)!r}, this run {value!r}"
+            for name, value in now.items()
+            if saved.order.get(name) != value
+        )
         raise CheckpointError(
             f"the checkpoint is inside an epoch, at row {saved.position:,}, and its rows would now be in another order ({differ}). "
             "Use the same data and settings, resume_scope='weights' to begin the slice anew with its weights, or resume_file='none'."

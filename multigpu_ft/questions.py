@@ -39,7 +39,10 @@ class LeftOut:
 
     def remarks(self, total: int) -> list[str]:
         "What is to be said of them, a sentence a reason."
-        return [f"{len(rows)} of {total} questions left out: {reason} (row {_few(rows)})" for reason, rows in self.rows.items()]
+        return [
+            f"{len(rows)} of {total} questions left out: {reason} (row {_few(rows)})"
+            for reason, rows in self.rows.items()
+        ]
 
 
 def _few(numbers: Iterable[int], most: int = 8) -> str:
@@ -47,7 +50,9 @@ def _few(numbers: Iterable[int], most: int = 8) -> str:
     return ", ".join(shown[:most]) + (", ..." if len(shown) > most else "")
 
 
-def load_questions(cfg: RunConfig, question_field: str = "question", system_prompt: str | None = None) -> tuple[list[Question], LeftOut]:
+def load_questions(
+    cfg: RunConfig, question_field: str = "question", system_prompt: str | None = None
+) -> tuple[list[Question], LeftOut]:
     """The questions of `cfg`'s slice, from `cfg.messages_field` or else `question_field`, after a `system_prompt` if they have none of their own.
 
     Raises `DataError` for a row that has neither, or whose messages are none, or if nothing is left to ask."""
@@ -64,7 +69,9 @@ def load_questions(cfg: RunConfig, question_field: str = "question", system_prom
             messages = [{"role": "system", "content": system_prompt}, *messages]
         found.append(Question(number, messages, row))
     if not found:
-        raise DataError(f"{cfg.dataset} has no question in rows {cfg.start_idx}-{cfg.start_idx + len(rows)}: {'; '.join(left_out.remarks(len(rows)))}.")
+        raise DataError(
+            f"{cfg.dataset} has no question in rows {cfg.start_idx}-{cfg.start_idx + len(rows)}: {'; '.join(left_out.remarks(len(rows)))}."
+        )
     return found, left_out
 
 
@@ -77,20 +84,36 @@ def _messages(row: dict[str, Any], messages_field: str, question_field: str, pla
     if messages_field not in row:
         text = row[question_field]
         if text is not None and not isinstance(text, str):
-            raise DataError(f"{place}: {question_field!r} must be text, this is {type(text).__name__} {str(text)[:40]!r}.")
+            raise DataError(
+                f"{place}: {question_field!r} must be text, this is {type(text).__name__} {str(text)[:40]!r}."
+            )
         return [{"role": "user", "content": whole_text(text or "", question_field, place)}]
     messages = row[messages_field] or []
     if not isinstance(messages, list):
-        raise DataError(f"{place}: a conversation is a list of messages, this is {type(messages).__name__} {str(messages)[:40]!r}.")
+        raise DataError(
+            f"{place}: a conversation is a list of messages, this is {type(messages).__name__} {str(messages)[:40]!r}."
+        )
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise DataError(f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, this is {str(message)[:60]!r}.')
-        whole_text("".join(text for text in message.values() if isinstance(text, str)), "content", f"{place}, message {number}")
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
+            raise DataError(
+                f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, this is {str(message)[:60]!r}.'
+            )
+        whole_text(
+            "".join(text for text in message.values() if isinstance(text, str)), "content", f"{place}, message {number}"
+        )
     return messages
 
 # %% ../nbs/07b_questions.ipynb #fbc87c27
 def tokenize_questions(
-    questions: list[Question], tokenizer: Any, positions: int | None, left_out: LeftOut, enable_thinking: bool | None = None
+    questions: list[Question],
+    tokenizer: Any,
+    positions: int | None,
+    left_out: LeftOut,
+    enable_thinking: bool | None = None,
 ) -> list[Question]:
     """`questions` with their prompts, but for those to be `left_out`. `positions` is how many tokens the model can read; `enable_thinking` goes to templates
     that ask for it.
@@ -102,7 +125,10 @@ def tokenize_questions(
         try:
             text = asking(question.messages, tokenizer, **settings)
         except Exception as error:  # jinja's, or whatever the template raises
-            left_out.add(f"the chat template refuses them: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}", question.number)
+            left_out.add(
+                f"the chat template refuses them: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}",
+                question.number,
+            )
             continue
         prompt = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
         if positions and len(prompt) >= positions:

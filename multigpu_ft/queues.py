@@ -51,10 +51,16 @@ class Queue:
 
 # %% ../nbs/07d_queues.ipynb #2a339c72
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or "can't allocate memory" in str(error)
+        or "out of memory" in str(error)
+    )
 
 
-def decode(queue: Queue, make_decoder: Callable[[int], Any], rows: int, on_less: Callable[[int], None] = lambda rows: None) -> Iterator[list[Answer]]:
+def decode(
+    queue: Queue, make_decoder: Callable[[int], Any], rows: int, on_less: Callable[[int], None] = lambda rows: None
+) -> Iterator[list[Answer]]:
     """The answers to all of `queue`, as they are finished, step by step, by a decoder of `rows` sequences at a time.
 
     What a batch that is too large for the memory had in flight is begun again with half the rows, of which `on_less` is told."""

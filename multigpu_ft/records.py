@@ -111,7 +111,9 @@ def load_reward(name: str) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises
         why = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"reward={name!r}: {module_name} cannot be imported ({why}); it is looked for in {os.getcwd()}, too.") from error
+        raise ConfigError(
+            f"reward={name!r}: {module_name} cannot be imported ({why}); it is looked for in {os.getcwd()}, too."
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         there = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_")) or "none"
@@ -119,7 +121,9 @@ def load_reward(name: str) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
     return function
 
 
-def rewarded(function: Callable[[dict[str, Any], dict[str, Any]], Any], record: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+def rewarded(
+    function: Callable[[dict[str, Any], dict[str, Any]], Any], record: dict[str, Any], row: dict[str, Any]
+) -> dict[str, Any]:
     "`record` with its `reward`, a number, or with `reward_error` in its place."
     try:
         value = function(json.loads(json.dumps(record)), row)
@@ -128,7 +132,11 @@ def rewarded(function: Callable[[dict[str, Any], dict[str, Any]], Any], record: 
             raise ValueError(f"the reward is {number}")
     except Exception as error:  # whatever the user's function raises
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return {**record, "reward": None, "reward_error": f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"}
+        return {
+            **record,
+            "reward": None,
+            "reward_error": f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})",
+        }
     return {**record, "reward": int(value) if isinstance(value, bool) else value if isinstance(value, int) else number}
 
 # %% ../nbs/07c_records.ipynb #e7fc135c

@@ -22,7 +22,17 @@ from typing import Any
 import numpy as np
 
 from multigpu_ft.comparisons import (
-    BETTER, NO_DIFFERENCE, WORSE, Compared, Comparison, Measured, Result, decimals, perplexity, texts_seen, trained_spans,
+    BETTER,
+    NO_DIFFERENCE,
+    WORSE,
+    Compared,
+    Comparison,
+    Measured,
+    Result,
+    decimals,
+    perplexity,
+    texts_seen,
+    trained_spans,
 )
 from .measures import CONFIDENCE, DRAWS, Estimate
 from .pictures import pictures, png_bytes
@@ -31,7 +41,9 @@ from .rundir import replace_file, write_json
 # %% ../nbs/08b_reports.ipynb #8a6d2a33
 def _clean(text: str) -> str:
     "`text` as every encoder and every page takes it: without lone surrogates and control characters."
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", text.encode("utf-8", "replace").decode())
+    return re.sub(
+        r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", text.encode("utf-8", "replace").decode()
+    )
 
 
 def strict(value: Any) -> Any:
@@ -50,7 +62,11 @@ def strict(value: Any) -> Any:
 
 
 def _result_record(result: Result) -> dict[str, Any]:
-    record = {f.name: getattr(result, f.name) for f in fields(result) if f.name != "name" and getattr(result, f.name) is not None}
+    record = {
+        f.name: getattr(result, f.name)
+        for f in fields(result)
+        if f.name != "name" and getattr(result, f.name) is not None
+    }
     if result.loss and not result.accuracy:
         record["perplexity"] = {part: None if v is None else perplexity(v) for part, v in strict(result.loss).items()}
     return record
@@ -59,8 +75,13 @@ def _result_record(result: Result) -> dict[str, Any]:
 def _set_record(comparison: Comparison) -> dict[str, Any]:
     scored = comparison.scores
     return {
-        "dataset": scored.dataset, "start_idx": scored.start_idx, "end_idx": scored.end_idx, "examples": comparison.count,
-        "left_out": len(scored.rows) - comparison.count, "tokens": int(comparison.lengths.sum()), "targets": int(comparison.targets.sum()),
+        "dataset": scored.dataset,
+        "start_idx": scored.start_idx,
+        "end_idx": scored.end_idx,
+        "examples": comparison.count,
+        "left_out": len(scored.rows) - comparison.count,
+        "tokens": int(comparison.lengths.sum()),
+        "targets": int(comparison.targets.sum()),
     }
 
 # %% ../nbs/08b_reports.ipynb #442730c2
@@ -69,7 +90,11 @@ def _interval(estimate: Estimate | None, sign: str = "", places: int | None = No
         return ""
     places = decimals(estimate) if places is None else places
     said = f"{estimate.value:{sign},.{places}f}"
-    return said if estimate.low is None else f"{said} ({estimate.low:{sign},.{places}f} to {estimate.high:{sign},.{places}f})"
+    return (
+        said
+        if estimate.low is None
+        else f"{said} ({estimate.low:{sign},.{places}f} to {estimate.high:{sign},.{places}f})"
+    )
 
 
 def _percent(estimate: Estimate | None, sign: str = "") -> str:
@@ -79,14 +104,41 @@ def _percent(estimate: Estimate | None, sign: str = "") -> str:
 def _cells(compared: Compared, comparison: Comparison) -> list[list[str]]:
     "Head and a row a model."
     labelled, several = bool(comparison.confusions), len(comparison.results) > 2
-    head = [*(["accuracy, %", "F1"] if labelled else []), f"loss, nats a {comparison.unit}", *([] if labelled else ["perplexity"])]
-    rows = [["model", "rows trained on", "verdict", *head, "change from the base", *(["from the one before"] if several else [])]]
+    head = [
+        *(["accuracy, %", "F1"] if labelled else []),
+        f"loss, nats a {comparison.unit}",
+        *([] if labelled else ["perplexity"]),
+    ]
+    rows = [
+        [
+            "model",
+            "rows trained on",
+            "verdict",
+            *head,
+            "change from the base",
+            *(["from the one before"] if several else []),
+        ]
+    ]
     for model, result in zip(compared.measured.models, comparison.results, strict=True):
         loss = f"not finite on {result.not_finite:,}" if result.not_finite else _interval(result.loss)
-        row = [result.name, ", ".join(f"{a:,}-{b:,}" for a, b in trained_spans(model)), result.to_base.verdict if result.to_base else ""]
-        row += [_percent(result.accuracy), "" if result.f1 is None else f"{result.f1:.3f}", loss] if labelled else [loss, _perplexity(result.loss)]
+        row = [
+            result.name,
+            ", ".join(f"{a:,}-{b:,}" for a, b in trained_spans(model)),
+            result.to_base.verdict if result.to_base else "",
+        ]
+        row += (
+            [_percent(result.accuracy), "" if result.f1 is None else f"{result.f1:.3f}", loss]
+            if labelled
+            else [loss, _perplexity(result.loss)]
+        )
         for difference in (result.to_base, result.to_previous)[: 1 + several]:
-            row.append("" if difference is None else _percent(difference.accuracy, "+") if labelled else _interval(difference.loss, "+"))
+            row.append(
+                ""
+                if difference is None
+                else _percent(difference.accuracy, "+")
+                if labelled
+                else _interval(difference.loss, "+")
+            )
         rows.append(row)
     return rows
 
@@ -101,23 +153,34 @@ def _perplexity(loss: Estimate | None) -> str:
 def _about(comparison: Comparison) -> str:
     about = _set_record(comparison)
     said = f"{about['dataset']}, rows {about['start_idx']:,}-{about['end_idx']:,}: {about['examples']:,} examples, {about['tokens']:,} tokens"
-    return said if about["targets"] == about["tokens"] or comparison.confusions else f"{said}, {about['targets']:,} of them predicted"
+    return (
+        said
+        if about["targets"] == about["tokens"] or comparison.confusions
+        else f"{said}, {about['targets']:,} of them predicted"
+    )
 
 
 def _text_table(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 # %% ../nbs/08b_reports.ipynb #01df6be4
 _COLORS = {BETTER: "#2e7d32", WORSE: "#c62828", NO_DIFFERENCE: "#546e7a"}
 _CELL = 'style="text-align:left;padding:3px 12px 3px 0;border-bottom:1px solid rgba(128,128,128,0.35);white-space:nowrap;font-variant-numeric:tabular-nums"'
-_SAMPLE = "white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow:auto;margin:0;font-size:12px;line-height:1.4"
+_SAMPLE = (
+    "white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow:auto;margin:0;font-size:12px;line-height:1.4"
+)
 _MARK = "background:rgba(230,159,0,0.3);color:inherit;border-radius:2px"
 _IMAGE = "max-width:100%;background:#fff;border-radius:6px;padding:6px;box-sizing:border-box"
 _LONGEST, _MOST_HTML = 2000, 150_000  # characters of a sample; of all samples
 _ALT = {
-    "loss": "Loss of each model with its interval, and its change from the base", "slices": "Loss over the texts trained on",
-    "differences": "How many examples' losses changed by how much", "lengths": "Loss by length of the text", "confusion": "Which labels are taken for which",
+    "loss": "Loss of each model with its interval, and its change from the base",
+    "slices": "Loss over the texts trained on",
+    "differences": "How many examples' losses changed by how much",
+    "lengths": "Loss by length of the text",
+    "confusion": "Which labels are taken for which",
 }
 
 
@@ -126,7 +189,10 @@ def _html(text: str) -> str:
 
 
 def _html_table(rows: list[list[str]]) -> str:
-    lines = ["".join(f"<{tag} {_CELL}>{_html(cell)}</{tag}>" for cell in row) for row, tag in zip(rows, ["th", *["td"] * (len(rows) - 1)], strict=True)]
+    lines = [
+        "".join(f"<{tag} {_CELL}>{_html(cell)}</{tag}>" for cell in row)
+        for row, tag in zip(rows, ["th", *["td"] * (len(rows) - 1)], strict=True)
+    ]
     body = "".join(f'<tr style="background:none">{line}</tr>' for line in lines)
     return f'<div style="overflow-x:auto"><table style="border-collapse:collapse;border:0;font-size:13px">{body}</table></div>'
 
@@ -152,11 +218,15 @@ def _samples_html(samples: list[dict[str, Any]], first: str, last: str) -> str:
         row = f'<tr style="background:none">{row}<tr style="background:none"><td {half}>{_wrote(one, two)}</td><td {half}>{_wrote(two, one)}</td></tr>'
         length += len(row)
         if length > _MOST_HTML:
-            rows.append(f'<tr style="background:none"><td colspan="2">{len(samples) - shown:,} more in evaluation.json</td></tr>')
+            rows.append(
+                f'<tr style="background:none"><td colspan="2">{len(samples) - shown:,} more in evaluation.json</td></tr>'
+            )
             break
         rows.append(row)
     title = "<h4>Samples: the same prompts, the same seeds</h4>" if first != last else "<h4>Samples</h4>"
-    return f'{title}<table style="table-layout:fixed;width:100%;border-collapse:collapse;border:0">{"".join(rows)}</table>'
+    return (
+        f'{title}<table style="table-layout:fixed;width:100%;border-collapse:collapse;border:0">{"".join(rows)}</table>'
+    )
 
 
 def _badge(verdict: str) -> str:
@@ -209,7 +279,9 @@ class Evaluation:
         lines = [self.compared.headline, *filter(None, [self.compared.forgetting_line])]
         for comparison in self._sets():
             lines += ["", _about(comparison), _text_table(_cells(self.compared, comparison))]
-        return "\n".join([*lines, *([""] * bool(self.compared.remarks)), *(f"- {remark}" for remark in self.compared.remarks)])
+        return "\n".join(
+            [*lines, *([""] * bool(self.compared.remarks)), *(f"- {remark}" for remark in self.compared.remarks)]
+        )
 
     def __str__(self) -> str:
         return _clean(self.text)
@@ -232,9 +304,14 @@ class Evaluation:
 
     def _body(self) -> str:
         compared, measured = self.compared, self.measured
-        parts = [f'<div style="border-left:5px solid #c62828;padding:2px 10px;margin:6px 0;font-weight:bold">{_html(w)}</div>' for w in compared.warnings]
+        parts = [
+            f'<div style="border-left:5px solid #c62828;padding:2px 10px;margin:6px 0;font-weight:bold">{_html(w)}</div>'
+            for w in compared.warnings
+        ]
         to_base = compared.target.newest.to_base
-        parts.append(f'<p style="font-size:15px">{_badge(self.verdict)}&ensp;{_html(to_base.text if to_base else "only one model was measured")}</p>')
+        parts.append(
+            f'<p style="font-size:15px">{_badge(self.verdict)}&ensp;{_html(to_base.text if to_base else "only one model was measured")}</p>'
+        )
         if compared.forgetting_line:
             parts.append(f'<p style="font-size:15px">{_html(compared.forgetting_line)}</p>')
         for comparison in self._sets():
@@ -247,12 +324,20 @@ class Evaluation:
         if rows := self.rows():
             columns = ("row", "targets", "base", "newest", "change")
             listed = [[f"{r[key]:.3f}" if isinstance(r[key], float) else str(r[key]) for key in columns] for r in rows]
-            parts.append(f"<details><summary>Examples whose loss changed most</summary>{_html_table([list(columns), *listed])}</details>")
+            parts.append(
+                f"<details><summary>Examples whose loss changed most</summary>{_html_table([list(columns), *listed])}</details>"
+            )
         parts.append(_samples_html(measured.samples, measured.models[0]["name"], measured.models[-1]["name"]))
         if compared.remarks:
-            parts.append(f"<h4>Remarks</h4><ul>{''.join(f'<li>{_html(remark)}</li>' for remark in compared.remarks)}</ul>")
+            parts.append(
+                f"<h4>Remarks</h4><ul>{''.join(f'<li>{_html(remark)}</li>' for remark in compared.remarks)}</ul>"
+            )
         settings = [[str(key), str(value)] for key, value in measured.about.items() if key != "remarks"]
-        parts.append(f"<details><summary>Settings</summary>{_html_table([['setting', 'value'], *settings])}</details>" if settings else "")
+        parts.append(
+            f"<details><summary>Settings</summary>{_html_table([['setting', 'value'], *settings])}</details>"
+            if settings
+            else ""
+        )
         return f'<div style="max-width:66rem">{"".join(parts)}</div>'
 
     def _repr_html_(self) -> str:
@@ -263,17 +348,34 @@ class Evaluation:
         compared, measured = self.compared, self.measured
         models = []
         for number, model in enumerate(measured.models):
-            models.append({**model, "texts_seen": texts_seen(model), "target": _result_record(compared.target.results[number])})
+            models.append(
+                {**model, "texts_seen": texts_seen(model), "target": _result_record(compared.target.results[number])}
+            )
             if compared.forgetting:
                 models[-1]["forgetting"] = _result_record(compared.forgetting.results[number])
-        return strict({
-            "verdict": self.verdict, "headline": compared.headline, "forgetting": compared.forgetting_line or None, "summary": compared.summary,
-            "warnings": compared.warnings, "remarks": compared.remarks, "task": measured.task, "time": time.time(),
-            "sets": {name: _set_record(c) for name, c in zip(("target", "forgetting"), self._sets(), strict=False)},
-            "models": models, "by_length": self._classes, "most_changed": self.rows(), "label_names": measured.label_names,
-            "settings": {**{key: value for key, value in measured.about.items() if key != "remarks"}, "confidence": CONFIDENCE, "draws": DRAWS},
-            "samples": measured.samples,
-        })
+        return strict(
+            {
+                "verdict": self.verdict,
+                "headline": compared.headline,
+                "forgetting": compared.forgetting_line or None,
+                "summary": compared.summary,
+                "warnings": compared.warnings,
+                "remarks": compared.remarks,
+                "task": measured.task,
+                "time": time.time(),
+                "sets": {name: _set_record(c) for name, c in zip(("target", "forgetting"), self._sets(), strict=False)},
+                "models": models,
+                "by_length": self._classes,
+                "most_changed": self.rows(),
+                "label_names": measured.label_names,
+                "settings": {
+                    **{key: value for key, value in measured.about.items() if key != "remarks"},
+                    "confidence": CONFIDENCE,
+                    "draws": DRAWS,
+                },
+                "samples": measured.samples,
+            }
+        )
 
     def save(self) -> dict[str, Any]:
         """Write evaluation.json, evaluation.html, the pictures and a CSV of each example's losses to `folder`. Returns what the JSON says.
@@ -281,7 +383,10 @@ class Evaluation:
         Each file is replaced as a whole, the JSON last; what an earlier evaluation left and this one has not is taken away."""
         self.folder.mkdir(parents=True, exist_ok=True)
         files = {f"evaluation_{name}.png": png for name, png in self.pictures.items()}
-        files |= {f"evaluation_{name}.csv": _csv(c) for name, c in zip(("rows", "forgetting_rows"), self._sets(), strict=False)}
+        files |= {
+            f"evaluation_{name}.csv": _csv(c)
+            for name, c in zip(("rows", "forgetting_rows"), self._sets(), strict=False)
+        }
         title = _html(f"Evaluation: {self.measured.models[-1]['name']}")
         files["evaluation.html"] = _PAGE.format(title=title, body=self._body()).encode()
         for name in [*(f"evaluation_{picture}.png" for picture in PICTURES), "evaluation_forgetting_rows.csv"]:
@@ -297,9 +402,17 @@ class Evaluation:
 def _csv(comparison: Comparison) -> bytes:
     "A line for each example, also those left out: its row, tokens, targets, and the summed loss under each model; of labelled texts label and predictions."
     scored, text = comparison.scores, io.StringIO()
-    columns = {"row": scored.rows, "tokens": scored.lengths, "targets": scored.targets, **{f"loss {name}": scored.losses[name] for name in comparison.names}}
+    columns = {
+        "row": scored.rows,
+        "tokens": scored.lengths,
+        "targets": scored.targets,
+        **{f"loss {name}": scored.losses[name] for name in comparison.names},
+    }
     if scored.labels is not None:
-        columns |= {"label": scored.labels, **{f"predicted {name}": scored.predicted[name] for name in comparison.names}}
+        columns |= {
+            "label": scored.labels,
+            **{f"predicted {name}": scored.predicted[name] for name in comparison.names},
+        }
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(map(_clean, columns))
     writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))

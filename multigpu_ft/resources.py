@@ -27,7 +27,9 @@ def bytes_of(quantity: str) -> int:
     "Bytes of a quantity such as 64Gi. Raises `ValueError` if it has none of the suffixes Mi, Gi, Ti, M, G and T."
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(Mi|Gi|Ti|M|G|T)", quantity)
     if not found:
-        raise ValueError(f"{quantity!r} is no amount of memory or disk; write a number and a unit, such as 64Gi (Mi, Gi, Ti, M, G, T)")
+        raise ValueError(
+            f"{quantity!r} is no amount of memory or disk; write a number and a unit, such as 64Gi (Mi, Gi, Ti, M, G, T)"
+        )
     return int(float(found[1]) * _FACTORS[found[2]])
 
 
@@ -38,7 +40,11 @@ def _check_bytes(value: Any) -> str:
 
 
 def _check_cpu(value: Any) -> str:
-    if isinstance(value, bool) or not re.fullmatch(r"\d+m|\d+(\.\d{1,3})?", str(value)) or float(str(value).rstrip("m")) == 0:
+    if (
+        isinstance(value, bool)
+        or not re.fullmatch(r"\d+m|\d+(\.\d{1,3})?", str(value))
+        or float(str(value).rstrip("m")) == 0
+    ):
         raise ValueError(f"{value!r} is no number of processors; write 8, 0.5 or 500m")
     return str(value)
 
@@ -63,27 +69,39 @@ def _check_image(value: str) -> str:
 
 def _check_namespace(value: str) -> str:
     if value == "default" or value.startswith("kube-"):
-        raise ValueError(f"{value!r} holds things of others, which the rules of a run's namespace would stop; name one of your own, such as multigpu-ft")
+        raise ValueError(
+            f"{value!r} holds things of others, which the rules of a run's namespace would stop; name one of your own, such as multigpu-ft"
+        )
     return value
 
 
 def _label(value: str) -> str:
     if not _LABEL_VALUE.fullmatch(value):
-        raise ValueError(f"{value!r} cannot be the value of a node's label: letters, digits, '-', '_' and '.', 63 characters at most")
+        raise ValueError(
+            f"{value!r} cannot be the value of a node's label: letters, digits, '-', '_' and '.', 63 characters at most"
+        )
     return value
 
 
 def _as_text(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
-        raise ValueError(f"{value!r} is what YAML makes of a bare yes, no, true, false or nothing; an environment variable is text, so write it in quotes")
+        raise ValueError(
+            f"{value!r} is what YAML makes of a bare yes, no, true, false or nothing; an environment variable is text, so write it in quotes"
+        )
     return str(value) if isinstance(value, (int, float)) else value
 
 
 _Name = Annotated[str, _named(r"[a-z]([-a-z0-9]*[a-z0-9])?", 40, "lower-case letters, digits and '-', a letter first")]
-_Namespace = Annotated[str, _named(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", 63, "lower-case letters, digits and '-'"), AfterValidator(_check_namespace)]
+_Namespace = Annotated[
+    str,
+    _named(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", 63, "lower-case letters, digits and '-'"),
+    AfterValidator(_check_namespace),
+]
 _Existing = Annotated[str, _named(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", 253, "lower-case letters, digits, '-' and '.'")]
 _Bytes = Annotated[str, BeforeValidator(_check_bytes)]
-_Variable = Annotated[str, _named(r"[A-Za-z_][A-Za-z0-9_]*", 253, "an environment variable has letters, digits and '_'")]
+_Variable = Annotated[
+    str, _named(r"[A-Za-z_][A-Za-z0-9_]*", 253, "an environment variable has letters, digits and '_'")
+]
 
 # %% ../nbs/12a_resources.ipynb #478ad44f
 class _Section(BaseModel):
@@ -92,8 +110,13 @@ class _Section(BaseModel):
 
 class Gpu(_Section):
     "What one node gives to the run."
-    accelerator_count: int = Field(ge=0, le=16, description="GPUs of one node, a process each; 0: none, for trying on a cluster without")
-    accelerator: Annotated[str, AfterValidator(_label)] | None = Field(None, description="kind of GPU, as the nodes' label says; empty: any")
+
+    accelerator_count: int = Field(
+        ge=0, le=16, description="GPUs of one node, a process each; 0: none, for trying on a cluster without"
+    )
+    accelerator: Annotated[str, AfterValidator(_label)] | None = Field(
+        None, description="kind of GPU, as the nodes' label says; empty: any"
+    )
     memory: _Bytes = Field(description="host memory of one node, a quarter of it as shared memory (64Gi)")
     cpu: Annotated[str, BeforeValidator(_check_cpu)] = Field(description="processors of one node (8, 500m)")
 
@@ -104,16 +127,25 @@ class Compute(_Section):
 
 class SharedVolume(_Section):
     "The volume that all nodes see, at /shared: runs, checkpoints, downloaded models."
+
     size: _Bytes | None = Field(None, description="size of a volume that is made for the namespace (200Gi)")
-    storage_class: _Existing | None = Field(None, description="StorageClass that can be mounted by many nodes; empty: the cluster's default one")
-    claim: _Existing | None = Field(None, description="PersistentVolumeClaim that exists already, instead of size and storage_class")
+    storage_class: _Existing | None = Field(
+        None, description="StorageClass that can be mounted by many nodes; empty: the cluster's default one"
+    )
+    claim: _Existing | None = Field(
+        None, description="PersistentVolumeClaim that exists already, instead of size and storage_class"
+    )
 
     @model_validator(mode="after")
     def _made_or_there(self) -> SharedVolume:
         if self.claim and (self.size or self.storage_class):
-            raise ValueError(f"claim={self.claim!r} exists already and has a size and a class; leave size and storage_class out, or claim")
+            raise ValueError(
+                f"claim={self.claim!r} exists already and has a size and a class; leave size and storage_class out, or claim"
+            )
         if not self.claim and not self.size:
-            raise ValueError("neither size nor claim is given; write size: 200Gi for a new volume, or claim: NAME of one that exists")
+            raise ValueError(
+                "neither size nor claim is given; write size: 200Gi for a new volume, or claim: NAME of one that exists"
+            )
         return self
 
 
@@ -129,7 +161,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "references (*name) are not taken here, write the value out", self.peek_event().start_mark)
+            raise yaml.composer.ComposerError(
+                None, None, "references (*name) are not taken here, write the value out", self.peek_event().start_mark
+            )
         return super().compose_node(parent, index)
 
 
@@ -141,15 +175,25 @@ class Resources(_Section):
     name: _Name | None = Field(None, description="name of the run; empty: its run_name, or model and slice")
     namespace: _Namespace = Field("multigpu-ft", description="namespace of the cluster")
     image: Annotated[str, AfterValidator(_check_image)] = Field(description="image by digest, NAME@sha256:DIGEST")
-    image_pull_secret: _Existing | None = Field(None, description="Secret with which the image is pulled; empty: none is needed")
+    image_pull_secret: _Existing | None = Field(
+        None, description="Secret with which the image is pulled; empty: none is needed"
+    )
     replicas: int = Field(1, ge=1, le=512, description="nodes")
     resources: Compute
-    config_map: dict[_Variable, Annotated[str, BeforeValidator(_as_text)]] = Field({}, description="environment variables, which anybody may see")
+    config_map: dict[_Variable, Annotated[str, BeforeValidator(_as_text)]] = Field(
+        {}, description="environment variables, which anybody may see"
+    )
     shared_volume: SharedVolume
     secret: _Existing | None = Field(None, description="Secret with the keys HF_TOKEN and WANDB_API_KEY")
-    restarts: int = Field(6, ge=0, le=1000, description="how often all nodes may fail before the run is given up; evictions do not count")
-    node_selector: dict[str, Annotated[str, AfterValidator(_label)]] = Field({}, description="labels that a node must have")
-    tolerations: list[Toleration] = Field([], description="taints of nodes that the run may go to; nvidia.com/gpu is among them")
+    restarts: int = Field(
+        6, ge=0, le=1000, description="how often all nodes may fail before the run is given up; evictions do not count"
+    )
+    node_selector: dict[str, Annotated[str, AfterValidator(_label)]] = Field(
+        {}, description="labels that a node must have"
+    )
+    tolerations: list[Toleration] = Field(
+        [], description="taints of nodes that the run may go to; nvidia.com/gpu is among them"
+    )
 
     def __init__(self, /, **values: Any) -> None:
         _refuse_tokens(values)
@@ -168,15 +212,27 @@ class Resources(_Section):
         try:
             values = yaml.load(Path(source).read_text(encoding="utf-8"), _Loader)
         except OSError as error:
-            raise ConfigError(f"resources={str(source)!r} cannot be read: {error.strerror}. Name a YAML file; nbs/examples/resources.yaml is one.") from None
+            raise ConfigError(
+                f"resources={str(source)!r} cannot be read: {error.strerror}. Name a YAML file; nbs/examples/resources.yaml is one."
+            ) from None
         except yaml.YAMLError as error:
             place = getattr(error, "problem_mark", None)  # the error's own text would show the line, and what is in it
             where = f", line {place.line + 1}" if place else ""
-            raise ConfigError(f"resources={str(source)!r} is no YAML{where}: {getattr(error, 'problem', 'see there')}.") from None
-        except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:  # PyYAML's, of a date, a number or a tag that is none
+            raise ConfigError(
+                f"resources={str(source)!r} is no YAML{where}: {getattr(error, 'problem', 'see there')}."
+            ) from None
+        except (
+            ValueError,
+            LookupError,
+            AttributeError,
+            TypeError,
+            RecursionError,
+        ) as error:  # PyYAML's, of a date, a number or a tag that is none
             raise ConfigError(f"resources={str(source)!r} is no YAML that can be read: {error}.") from None
         if not isinstance(values, dict):
-            raise ConfigError(f"resources={str(source)!r} holds a {type(values).__name__}, not keys such as image, replicas and resources.")
+            raise ConfigError(
+                f"resources={str(source)!r} holds a {type(values).__name__}, not keys such as image, replicas and resources."
+            )
         return cls(**{str(key): value for key, value in values.items()})
 
 
@@ -206,7 +262,9 @@ SECRET_NAME = "multigpu-ft-tokens"
 
 def secret_command(namespace: str, names: tuple[str, ...]) -> str:
     "The command that puts tokens into the cluster, read from files, so that they get neither into the shell's history nor into a list of processes."
-    return f"kubectl create secret generic {SECRET_NAME} --namespace {namespace} " + " ".join(f"--from-file={name}=FILE" for name in names)
+    return f"kubectl create secret generic {SECRET_NAME} --namespace {namespace} " + " ".join(
+        f"--from-file={name}=FILE" for name in names
+    )
 
 
 def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:
@@ -219,13 +277,19 @@ def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:
 
 def _refuse_tokens(values: dict[str, Any]) -> None:
     variables = values.get("config_map")
-    named = {f"config_map.{name}" for name in variables if _SECRET_WORDS.search(str(name))} if isinstance(variables, dict) else set()
+    named = (
+        {f"config_map.{name}" for name in variables if _SECRET_WORDS.search(str(name))}
+        if isinstance(variables, dict)
+        else set()
+    )
     for place, value in _leaves(values):
         try:
             refuse_secrets({"value": value})
         except ConfigError:
             named.add(place)
-        if place.startswith("config_map.") and hide_secrets(value) != value:  # the value of a secret in this process's environment
+        if (
+            place.startswith("config_map.") and hide_secrets(value) != value
+        ):  # the value of a secret in this process's environment
             named.add(place)
     if named:
         known = tuple(name for name in SECRETS if f"config_map.{name}" in named) or SECRETS[:1]

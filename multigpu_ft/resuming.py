@@ -29,7 +29,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     "A name for what `tokenizer` makes of texts: another vocabulary, merge or special token has another."
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = json.loads(backend.to_str()) if backend is not None else {"vocabulary": tokenizer.get_vocab()}
-    content |= {"truncation": None, "padding": None, "special": sorted(map(str, tokenizer.all_special_tokens))}  # the first two change with each call
+    content |= {
+        "truncation": None,
+        "padding": None,
+        "special": sorted(map(str, tokenizer.all_special_tokens)),
+    }  # the first two change with each call
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 # %% ../nbs/04a_resuming.ipynb #827de5e7
@@ -42,7 +46,9 @@ def choose_checkpoint(
     Raises `CheckpointError` if there are checkpoints but none that can be used, or if the one to use is of another tokenizer.
     """
     disks, broken = disks or Disks(run_dir, world), []
-    for path, own in world.from_main([(c, c.is_relative_to(run_dir.path)) for c in find_checkpoints(cfg, run_dir)] if world.is_main else None):
+    for path, own in world.from_main(
+        [(c, c.is_relative_to(run_dir.path)) for c in find_checkpoints(cfg, run_dir)] if world.is_main else None
+    ):
         if is_foreign(path):
             return path, own, []
         here = disks.fetch(path)
@@ -50,8 +56,12 @@ def choose_checkpoint(
             broken.append(f"checkpoint {path.name} of {path.parents[1].name} is damaged: {problem}")
             disks.let_go(here)
             continue
-        if differ := difference({"tokenizer": None, **at_home(read_commit(here)["fingerprint"], cfg)}, stored, cfg.resume_scope):
-            raise CheckpointError(f"checkpoint {path.name} belongs to another run ({differ}). Use resume_file='none' to start from the base model.")
+        if differ := difference(
+            {"tokenizer": None, **at_home(read_commit(here)["fingerprint"], cfg)}, stored, cfg.resume_scope
+        ):
+            raise CheckpointError(
+                f"checkpoint {path.name} belongs to another run ({differ}). Use resume_file='none' to start from the base model."
+            )
         return here, own, [f"{text}; an older one is taken, {path.name} of {path.parents[1].name}" for text in broken]
     if broken:
         raise CheckpointError(

@@ -26,7 +26,10 @@ __all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'FAILURE_FILE', 'BY_SIGNAL', '
            'commit_digest', 'read_commit', 'saved_at', 'short_name']
 
 # %% ../nbs/00_rundir.ipynb #bed5d367
-COMMIT_FILE, PARTIAL = "commit.json", ".partial"  # a checkpoint that is being written, or taken away, has a name that ends so
+COMMIT_FILE, PARTIAL = (
+    "commit.json",
+    ".partial",
+)  # a checkpoint that is being written, or taken away, has a name that ends so
 PLAN_FILE = "estimate.json"
 FAILURE_FILE = "failure.json"  # of a node: why its agent's attempt failed
 BY_SIGNAL = "signal"  # why a run was asked to stop
@@ -39,7 +42,9 @@ STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, not failed, to be
 
 def replace_file(path: Path, content: str | bytes) -> None:
     "Put `content` at `path`. A reader sees the old file or the whole new one, never a part, whichever processes do so at once."
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")  # other machines may see this disk
+    partial = path.with_name(
+        f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp"
+    )  # other machines may see this disk
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(partial, path)
@@ -57,9 +62,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged, it is no JSON ({error}). Put it back from a copy, or move the run's directory away.") from None
+        raise ConfigError(
+            f"{path} is damaged, it is no JSON ({error}). Put it back from a copy, or move the run's directory away."
+        ) from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} is damaged, it holds a {type(found).__name__} and no object. Put it back from a copy, or move the run's directory away.")
+        raise ConfigError(
+            f"{path} is damaged, it holds a {type(found).__name__} and no object. Put it back from a copy, or move the run's directory away."
+        )
     return found
 
 
@@ -73,12 +82,23 @@ def whole_records(lines: list[bytes]) -> list[dict[str, Any]]:
     for line in lines:
         with suppress(ValueError, RecursionError):
             record = json.loads(line) if line.endswith(b"\n") else None
-            if isinstance(record, dict) and isinstance(record.get("step"), int) and all(isinstance(record.get(n), (*_NUMBER, type(None))) for n in _PLOTTED):
+            if (
+                isinstance(record, dict)
+                and isinstance(record.get("step"), int)
+                and all(isinstance(record.get(n), (*_NUMBER, type(None))) for n in _PLOTTED)
+            ):
                 found.append(record)
     return found
 
 
-_OF_THE_NAME = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)  # others may pass, as a full disk
+_OF_THE_NAME = (
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+)  # others may pass, as a full disk
 
 
 @contextmanager
@@ -96,7 +116,14 @@ def _making(cfg: RunConfig) -> Iterator[None]:
 
 
 _KINDS = {  # of what others read in status.json
-    "state": str, "pids": dict, "heartbeat": _NUMBER, "launched": _NUMBER, "step": int, "slice_step": int, "remarks": list, "best": dict,
+    "state": str,
+    "pids": dict,
+    "heartbeat": _NUMBER,
+    "launched": _NUMBER,
+    "step": int,
+    "slice_step": int,
+    "remarks": list,
+    "best": dict,
 }
 
 
@@ -133,7 +160,10 @@ class RunDir:
 
     def write_config(self, cfg: RunConfig) -> None:
         "Keep `cfg`, under the name and the place that it has here."
-        write_json(self.path / "config.json", {**cfg.model_dump(), "run_root": str(self.main.path.parent), "run_name": self.main.name})
+        write_json(
+            self.path / "config.json",
+            {**cfg.model_dump(), "run_root": str(self.main.path.parent), "run_name": self.main.name},
+        )
 
     @classmethod
     def common(cls, cfg: RunConfig, end_idx: int | None = None) -> RunDir:
@@ -145,9 +175,14 @@ class RunDir:
 
     @staticmethod
     def _base_name(cfg: RunConfig, end_idx: int | None) -> str:
-        return cfg.run_name or f"{short_name(cfg.model)}_{cfg.start_idx}-{end_idx if end_idx is not None else cfg.end_idx or 'end'}"
+        return (
+            cfg.run_name
+            or f"{short_name(cfg.model)}_{cfg.start_idx}-{end_idx if end_idx is not None else cfg.end_idx or 'end'}"
+        )
 
-    def _make_folders(self, folders: tuple[str, ...] = ("logs", "errors", "beats", "checkpoints", "export", "report")) -> None:
+    def _make_folders(
+        self, folders: tuple[str, ...] = ("logs", "errors", "beats", "checkpoints", "export", "report")
+    ) -> None:
         for folder in folders:
             (self.path / folder).mkdir(parents=True, exist_ok=True)
 
@@ -166,7 +201,11 @@ class RunDir:
     @property
     def main(self) -> RunDir:
         "The run directory that this one is a node's part of; itself, if it is none."
-        return RunDir(self.path.parents[1]) if self.path.parent.name == "nodes" and self.path.name.startswith("node-") else self
+        return (
+            RunDir(self.path.parents[1])
+            if self.path.parent.name == "nodes" and self.path.name.startswith("node-")
+            else self
+        )
 
     @property
     def name(self) -> str:
@@ -197,7 +236,9 @@ class RunDir:
         wrong = [name for name, kinds in _KINDS.items() if name in found and not isinstance(found[name], kinds)]
         if wrong or found.get("state") not in (*LIVE_STATES, *FINAL_STATES):
             name = wrong[0] if wrong else "state"
-            raise ConfigError(f"{self.path}/status.json is damaged: {name} is {found.get(name)!r}. Put it back from a copy, or move the run's directory away.")
+            raise ConfigError(
+                f"{self.path}/status.json is damaged: {name} is {found.get(name)!r}. Put it back from a copy, or move the run's directory away."
+            )
         return found
 
     def update_status(self, **changes: Any) -> None:
@@ -289,4 +330,9 @@ def saved_at(checkpoint: Path) -> float:
 
 def short_name(model: str) -> str:
     "`facebook/opt-1.3b` and `/models/opt-1.3b/` are both `opt-1.3b`: the part of a model's name that goes into file names."
-    return re.sub(r"[^\w.-]", "-", model.rstrip("/").split("/")[-1].removeprefix("builtin:")).encode()[:100].decode(errors="ignore") or "model"
+    return (
+        re.sub(r"[^\w.-]", "-", model.rstrip("/").split("/")[-1].removeprefix("builtin:"))
+        .encode()[:100]
+        .decode(errors="ignore")
+        or "model"
+    )

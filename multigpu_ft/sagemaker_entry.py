@@ -53,7 +53,9 @@ def enter(cfg: RunConfig, local_rank: int, wait_s: float = _WAIT_S) -> RunDir:
     expected = cfg.replace(run_root=str(run_dir.path.parent))
     while not (run_dir.path / "config.json").exists() or run_dir.config() != expected:
         if time.monotonic() > end:
-            raise ConfigError(f"local rank {local_rank} waited {wait_s:.0f} s for {run_dir.path}/config.json, which local rank 0 did not make of its settings.")
+            raise ConfigError(
+                f"local rank {local_rank} waited {wait_s:.0f} s for {run_dir.path}/config.json, which local rank 0 did not make of its settings."
+            )
         time.sleep(0.2)
     return run_dir
 
@@ -64,11 +66,17 @@ def take_secrets(arn: str) -> dict[str, str]:
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        text = boto3.client("secretsmanager", region_name=arn.split(":")[3]).get_secret_value(SecretId=arn)["SecretString"]
+        text = boto3.client("secretsmanager", region_name=arn.split(":")[3]).get_secret_value(SecretId=arn)[
+            "SecretString"
+        ]
         values = json.loads(text)
-        found = {name: values[name] for name in SECRETS if isinstance(values, dict) and isinstance(values.get(name), str)}
+        found = {
+            name: values[name] for name in SECRETS if isinstance(values, dict) and isinstance(values.get(name), str)
+        }
     except (BotoCoreError, ClientError) as error:
-        raise ConfigError(f"secret_arn: the secret cannot be read: {error}. The job's role needs secretsmanager:GetSecretValue for it.") from None
+        raise ConfigError(
+            f"secret_arn: the secret cannot be read: {error}. The job's role needs secretsmanager:GetSecretValue for it."
+        ) from None
     except (KeyError, ValueError):
         found = {}
     if not found:  # what is in it stays unsaid
@@ -78,7 +86,11 @@ def take_secrets(arn: str) -> dict[str, str]:
 # %% ../nbs/12d_sagemaker_entry.ipynb #1d1b6caf
 def _train(run_dir: RunDir, environ: dict[str, str]) -> int:
     "Exit code of the rank. SIGTERM is handed on to it: it finishes its step and saves."
-    environ = {**environ, AGENT_PID_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), environ.get("PYTHONPATH", "")])}
+    environ = {
+        **environ,
+        AGENT_PID_VARIABLE: str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), environ.get("PYTHONPATH", "")]),
+    }
     process = subprocess.Popen([sys.executable, "-m", "multigpu_ft.training", str(run_dir.path)], env=environ)
 
     def hand_on(number: int, frame: Any) -> None:

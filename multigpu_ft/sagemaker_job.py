@@ -50,9 +50,18 @@ def _image(instance_type: str, region: str) -> str:
     from sagemaker.core.image_uris import retrieve
 
     try:
-        return retrieve("pytorch", region=region, version=_TORCH, py_version="py313", instance_type=instance_type, image_scope="training")
+        return retrieve(
+            "pytorch",
+            region=region,
+            version=_TORCH,
+            py_version="py313",
+            instance_type=instance_type,
+            image_scope="training",
+        )
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"the SDK names no image with PyTorch {_TORCH} for {instance_type} in {region}: {error}. Give one as image=...") from None
+        raise ConfigError(
+            f"the SDK names no image with PyTorch {_TORCH} for {instance_type} in {region}: {error}. Give one as image=..."
+        ) from None
 
 
 def _as_text(value: Any) -> str:
@@ -70,9 +79,13 @@ def _hyper_parameters(cfg: RunConfig) -> dict[str, str]:
     values = {name: _as_text(value) for name, value in settings(cfg).items()}
     for name, text in values.items():
         if len(text) > _LONGEST_VALUE:
-            raise ConfigError(f"{name} has {len(text)} characters; a hyper-parameter of SageMaker has at most {_LONGEST_VALUE}. Shorten it.")
+            raise ConfigError(
+                f"{name} has {len(text)} characters; a hyper-parameter of SageMaker has at most {_LONGEST_VALUE}. Shorten it."
+            )
     if len(values) > _MOST_VALUES:
-        raise ConfigError(f"{len(values)} settings differ from their defaults; SageMaker takes at most {_MOST_VALUES} hyper-parameters.")
+        raise ConfigError(
+            f"{len(values)} settings differ from their defaults; SageMaker takes at most {_MOST_VALUES} hyper-parameters."
+        )
     return values
 
 # %% ../nbs/12e_sagemaker_job.ipynb #f974a56b
@@ -95,7 +108,9 @@ class SageMakerJob:
             raise ConfigError(f"{self.name} is sent already; call deploy_sagemaker again for another job.")
         session = boto3.Session(region_name=self.region)
         if session.get_credentials() is None:
-            raise ConfigError("there are no AWS credentials here: run aws configure or aws sso login, or set AWS_PROFILE, or work where a role gives them.")
+            raise ConfigError(
+                "there are no AWS credentials here: run aws configure or aws sso login, or set AWS_PROFILE, or work where a role gives them."
+            )
         with tempfile.TemporaryDirectory() as folder:
             code = pack(Path(folder) / "code", self.config, without=("torch",))
             (code / _ENTRY).write_text("from multigpu_ft.sagemaker_entry import main\n\nmain()\n")
@@ -115,7 +130,15 @@ class SageMakerJob:
         from sagemaker.core.helper.session_helper import Session
         from sagemaker.core.shapes import DataSource, FileSystemDataSource
         from sagemaker.core.training.configs import (
-            Channel, CheckpointConfig, Compute, InputData, Networking, OutputDataConfig, SourceCode, StoppingCondition, Tag,
+            Channel,
+            CheckpointConfig,
+            Compute,
+            InputData,
+            Networking,
+            OutputDataConfig,
+            SourceCode,
+            StoppingCondition,
+            Tag,
         )
         from sagemaker.train.distributed import Torchrun
         from sagemaker.train.model_trainer import ModelTrainer
@@ -126,14 +149,20 @@ class SageMakerJob:
         for channel in request.get("InputDataConfig", []):
             source = channel["DataSource"]
             if "S3DataSource" in source:
-                inputs.append(InputData(channel_name=channel["ChannelName"], data_source=source["S3DataSource"]["S3Uri"]))
+                inputs.append(
+                    InputData(channel_name=channel["ChannelName"], data_source=source["S3DataSource"]["S3Uri"])
+                )
                 continue
             disk = source["FileSystemDataSource"]
             disk = FileSystemDataSource(
-                file_system_id=disk["FileSystemId"], file_system_type=disk["FileSystemType"], directory_path=disk["DirectoryPath"],
+                file_system_id=disk["FileSystemId"],
+                file_system_type=disk["FileSystemType"],
+                directory_path=disk["DirectoryPath"],
                 file_system_access_mode=disk["FileSystemAccessMode"],
             )
-            inputs.append(Channel(channel_name=channel["ChannelName"], data_source=DataSource(file_system_data_source=disk)))
+            inputs.append(
+                Channel(channel_name=channel["ChannelName"], data_source=DataSource(file_system_data_source=disk))
+            )
         bucket, _, prefix = self.s3.removeprefix("s3://").partition("/")
         sdk = Session(boto_session=session, default_bucket=bucket, default_bucket_prefix=prefix or None)
         modules = sdk.sagemaker_config.setdefault("SageMaker", {}).setdefault("PythonSDK", {}).setdefault("Modules", {})
@@ -141,26 +170,41 @@ class SageMakerJob:
         checkpoints = request.get("CheckpointConfig")
         return ModelTrainer(
             sagemaker_session=sdk,
-            role=request.get("RoleArn"), base_job_name=request["TrainingJobName"], training_image=request["AlgorithmSpecification"]["TrainingImage"],
+            role=request.get("RoleArn"),
+            base_job_name=request["TrainingJobName"],
+            training_image=request["AlgorithmSpecification"]["TrainingImage"],
             source_code=SourceCode(source_dir=str(code), requirements="requirements.txt", entry_script=_ENTRY),
             distributed=Torchrun(process_count_per_node=self.config.nproc),
             compute=Compute(
-                instance_type=resources["InstanceType"], instance_count=resources["InstanceCount"], volume_size_in_gb=resources["VolumeSizeInGB"],
+                instance_type=resources["InstanceType"],
+                instance_count=resources["InstanceCount"],
+                volume_size_in_gb=resources["VolumeSizeInGB"],
                 enable_managed_spot_training=request["EnableManagedSpotTraining"],
             ),
             networking=Networking(subnets=vpc["Subnets"], security_group_ids=vpc["SecurityGroupIds"]) if vpc else None,
             stopping_condition=StoppingCondition(
-                max_runtime_in_seconds=stopping["MaxRuntimeInSeconds"], max_wait_time_in_seconds=stopping.get("MaxWaitTimeInSeconds")
+                max_runtime_in_seconds=stopping["MaxRuntimeInSeconds"],
+                max_wait_time_in_seconds=stopping.get("MaxWaitTimeInSeconds"),
             ),
             output_data_config=OutputDataConfig(s3_output_path=request["OutputDataConfig"]["S3OutputPath"]),
-            checkpoint_config=CheckpointConfig(s3_uri=checkpoints["S3Uri"], local_path=checkpoints["LocalPath"]) if checkpoints else None,
-            input_data_config=inputs or None, hyperparameters=dict(request["HyperParameters"]), environment=dict(request.get("Environment", {})),
+            checkpoint_config=CheckpointConfig(s3_uri=checkpoints["S3Uri"], local_path=checkpoints["LocalPath"])
+            if checkpoints
+            else None,
+            input_data_config=inputs or None,
+            hyperparameters=dict(request["HyperParameters"]),
+            environment=dict(request.get("Environment", {})),
             tags=[Tag(key=tag["Key"], value=tag["Value"]) for tag in request["Tags"]],
         )
 
     def record(self) -> dict[str, Any]:
         "What there is, as JSON takes it."
-        return {"name": self.name, "arn": self.arn, "region": self.region, "remarks": self.remarks, "request": self.request}
+        return {
+            "name": self.name,
+            "arn": self.arn,
+            "region": self.region,
+            "remarks": self.remarks,
+            "request": self.request,
+        }
 
     @property
     def line(self) -> str:
@@ -182,9 +226,23 @@ class SageMakerJob:
 
 # %% ../nbs/12e_sagemaker_job.ipynb #0405321b
 def deploy_sagemaker(
-    cfg: RunConfig, s3: str, *, instance_type: str = "ml.g5.12xlarge", instance_count: int = 1, role: str | None = None, image: str | None = None,
-    spot: bool = True, max_run_hours: float = 24, max_wait_hours: float | None = None, volume_gb: int = 200, region: str | None = None,
-    file_system: str | None = None, subnets: Sequence[str] = (), security_groups: Sequence[str] = (), secret_arn: str | None = None, submit: bool = False,
+    cfg: RunConfig,
+    s3: str,
+    *,
+    instance_type: str = "ml.g5.12xlarge",
+    instance_count: int = 1,
+    role: str | None = None,
+    image: str | None = None,
+    spot: bool = True,
+    max_run_hours: float = 24,
+    max_wait_hours: float | None = None,
+    volume_gb: int = 200,
+    region: str | None = None,
+    file_system: str | None = None,
+    subnets: Sequence[str] = (),
+    security_groups: Sequence[str] = (),
+    secret_arn: str | None = None,
+    submit: bool = False,
 ) -> SageMakerJob:
     """`cfg` as a SageMaker training job; nothing is sent without `submit`.
 
@@ -212,16 +270,30 @@ def deploy_sagemaker(
 
     region = region or boto3.Session().region_name
     if not region:
-        raise ConfigError("no AWS region is set: give region='eu-central-1' or so, set AWS_DEFAULT_REGION, or run aws configure.")
-    refuse_secrets({name: value for name, value in {"s3": s3, "role": role, "image": image, "file_system": file_system}.items() if value})
+        raise ConfigError(
+            "no AWS region is set: give region='eu-central-1' or so, set AWS_DEFAULT_REGION, or run aws configure."
+        )
+    refuse_secrets(
+        {
+            name: value
+            for name, value in {"s3": s3, "role": role, "image": image, "file_system": file_system}.items()
+            if value
+        }
+    )
     if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]+(/[\w./=-]*)?", s3):
         raise ConfigError(f"s3={s3!r} is not of the form s3://bucket/prefix.")
     if not re.fullmatch(r"ml\.[\w-]+\.[\w-]+", instance_type):
-        raise ConfigError(f"instance_type={instance_type!r} is none of SageMaker's, which are called like ml.g5.12xlarge.")
+        raise ConfigError(
+            f"instance_type={instance_type!r} is none of SageMaker's, which are called like ml.g5.12xlarge."
+        )
     if instance_count < 1 or max_run_hours <= 0 or volume_gb < 1:
-        raise ConfigError(f"instance_count={instance_count}, max_run_hours={max_run_hours}, volume_gb={volume_gb}: all must be above 0.")
+        raise ConfigError(
+            f"instance_count={instance_count}, max_run_hours={max_run_hours}, volume_gb={volume_gb}: all must be above 0."
+        )
     if secret_arn and not re.fullmatch(r"arn:[\w-]+:secretsmanager:[\w-]+:\d+:secret:\S+", secret_arn):
-        raise ConfigError("secret_arn is no ARN of a secret in Secrets Manager (arn:aws:secretsmanager:REGION:ACCOUNT:secret:NAME).")
+        raise ConfigError(
+            "secret_arn is no ARN of a secret in Secrets Manager (arn:aws:secretsmanager:REGION:ACCOUNT:secret:NAME)."
+        )
     s3, gpus = s3.rstrip("/"), _gpus(instance_type, region)
     subnets, security_groups = names(subnets), names(security_groups)
     _check_processes(cfg, instance_type, instance_count, gpus, file_system, subnets, security_groups)
@@ -230,11 +302,19 @@ def deploy_sagemaker(
     cfg = travelling(cfg, "SageMaker", remedy, ("s3://",), run_root=run_root, nnodes=instance_count)
     base = re.sub(r"[^a-zA-Z0-9]+", "-", cfg.run_name).strip("-")[:40] or "run"
     channels = [
-        {"ChannelName": name, "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": value, "S3DataDistributionType": "FullyReplicated"}}}
-        for name in ("model", "dataset", "eval_dataset") if (value := getattr(cfg, name)) and value.startswith("s3://")
+        {
+            "ChannelName": name,
+            "DataSource": {
+                "S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": value, "S3DataDistributionType": "FullyReplicated"}
+            },
+        }
+        for name in ("model", "dataset", "eval_dataset")
+        if (value := getattr(cfg, name)) and value.startswith("s3://")
     ]
     if file_system:
-        kind, known = ("EFS", file_system.removeprefix("efs:")) if file_system.startswith("efs:") else ("FSxLustre", file_system)
+        kind, known = (
+            ("EFS", file_system.removeprefix("efs:")) if file_system.startswith("efs:") else ("FSxLustre", file_system)
+        )
         name, path = _FILE_SYSTEM.fullmatch(known).groups()
         disk = {"FileSystemId": name, "FileSystemType": kind, "DirectoryPath": path, "FileSystemAccessMode": "rw"}
         channels.append({"ChannelName": "runs", "DataSource": {"FileSystemDataSource": disk}})
@@ -244,13 +324,20 @@ def deploy_sagemaker(
         stopping["MaxWaitTimeInSeconds"] = max(run_s, int((max_wait_hours or 2 * max_run_hours) * 3600))
     request = {
         "TrainingJobName": base,
-        "AlgorithmSpecification": {"TrainingImage": image or _image(instance_type, region), "TrainingInputMode": "File"},
-        **({"RoleArn": role} if role else {}), "HyperParameters": _hyper_parameters(cfg), **({"InputDataConfig": channels} if channels else {}),
+        "AlgorithmSpecification": {
+            "TrainingImage": image or _image(instance_type, region),
+            "TrainingInputMode": "File",
+        },
+        **({"RoleArn": role} if role else {}),
+        "HyperParameters": _hyper_parameters(cfg),
+        **({"InputDataConfig": channels} if channels else {}),
         "ResourceConfig": {"InstanceType": instance_type, "InstanceCount": instance_count, "VolumeSizeInGB": volume_gb},
-        "StoppingCondition": stopping, "OutputDataConfig": {"S3OutputPath": f"{s3}/models"},
+        "StoppingCondition": stopping,
+        "OutputDataConfig": {"S3OutputPath": f"{s3}/models"},
         **({} if file_system else {"CheckpointConfig": {"S3Uri": f"{s3}/runs", "LocalPath": CHECKPOINTS}}),
         **({"VpcConfig": {"Subnets": list(subnets), "SecurityGroupIds": list(security_groups)}} if file_system else {}),
-        **({"Environment": {SECRET_VARIABLE: secret_arn}} if secret_arn else {}), "EnableManagedSpotTraining": spot,
+        **({"Environment": {SECRET_VARIABLE: secret_arn}} if secret_arn else {}),
+        "EnableManagedSpotTraining": spot,
         "Tags": [{"Key": "multigpu_ft:run", "Value": cfg.run_name}],
     }
     job = SageMakerJob(cfg, request, region, s3, _remarks(cfg, spot, run_s, secret_arn, gpus, instance_type))
@@ -258,21 +345,37 @@ def deploy_sagemaker(
 
 
 def _check_processes(
-    cfg: RunConfig, instance_type: str, count: int, gpus: int | None, file_system: str | None, subnets: Sequence[str], security_groups: Sequence[str]
+    cfg: RunConfig,
+    instance_type: str,
+    count: int,
+    gpus: int | None,
+    file_system: str | None,
+    subnets: Sequence[str],
+    security_groups: Sequence[str],
 ) -> None:
     if instance_type.startswith(("ml.trn", "ml.inf")):
-        raise ConfigError(f"instance_type={instance_type!r} has no NVIDIA GPUs; take one of the families g5, g6, p4 or p5.")
+        raise ConfigError(
+            f"instance_type={instance_type!r} has no NVIDIA GPUs; take one of the families g5, g6, p4 or p5."
+        )
     if gpus and cfg.nproc and cfg.nproc != gpus:
-        raise ConfigError(f"nproc={cfg.nproc}, but {instance_type} has {gpus} GPUs, and each gets one process; leave nproc empty, or take another machine.")
+        raise ConfigError(
+            f"nproc={cfg.nproc}, but {instance_type} has {gpus} GPUs, and each gets one process; leave nproc empty, or take another machine."
+        )
     if cfg.strategy == "single" and (count > 1 or (gpus or 1) > 1):
-        raise ConfigError(f"strategy='single' runs 1 process, but {count} x {instance_type} has {count * (gpus or 1)} GPUs; use 'ddp' or 'fsdp'.")
+        raise ConfigError(
+            f"strategy='single' runs 1 process, but {count} x {instance_type} has {count * (gpus or 1)} GPUs; use 'ddp' or 'fsdp'."
+        )
     if file_system and not _FILE_SYSTEM.fullmatch(file_system.removeprefix("efs:")):
-        raise ConfigError(f"file_system={file_system!r} is not of the form fs-01234567/mount/folder (FSx for Lustre) or efs:fs-01234567/folder (EFS).")
+        raise ConfigError(
+            f"file_system={file_system!r} is not of the form fs-01234567/mount/folder (FSx for Lustre) or efs:fs-01234567/folder (EFS)."
+        )
     if file_system and not (subnets and security_groups):
         raise ConfigError("file_system needs the subnets and security_groups of the network that it is in.")
 
 
-def _remarks(cfg: RunConfig, spot: bool, run_s: int, secret_arn: str | None, gpus: int | None, instance_type: str) -> list[str]:
+def _remarks(
+    cfg: RunConfig, spot: bool, run_s: int, secret_arn: str | None, gpus: int | None, instance_type: str
+) -> list[str]:
     said = []
     if spot and not cfg.save_every and (cfg.save_minutes is None or cfg.save_minutes > 15):
         said.append(
@@ -280,7 +383,9 @@ def _remarks(cfg: RunConfig, spot: bool, run_s: int, secret_arn: str | None, gpu
             f"save_minutes={cfg.save_minutes} makes that up to so many minutes, save_minutes=10 fewer"
         )
     if cfg.max_hours is None or cfg.max_hours * 3600 > run_s - _GRACE_S:
-        said.append(f"after {run_s / 3600:g} hours SageMaker ends the job where it is; max_hours={(run_s - _GRACE_S) / 3600:g} stops and saves before that")
+        said.append(
+            f"after {run_s / 3600:g} hours SageMaker ends the job where it is; max_hours={(run_s - _GRACE_S) / 3600:g} stops and saves before that"
+        )
     if not secret_arn and (cfg.hf_repo or "wandb" in cfg.trackers):
         said.append("hf_repo and W&B need a token: put it in Secrets Manager and give secret_arn")
     if gpus is None:

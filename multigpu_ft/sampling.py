@@ -33,8 +33,11 @@ class Sampling:
     top_k: int = 0
 
     @classmethod
-    def of(cls, settings: Any, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None) -> "Sampling":
+    def of(
+        cls, settings: Any, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None
+    ) -> "Sampling":
         "What is given, and for the rest what the model's own generation `settings` (of transformers) recommend."
+
         def chosen(name: str, given: Any, otherwise: Any) -> Any:
             return next(value for value in (given, getattr(settings, name, None), otherwise) if value is not None)
 
@@ -51,7 +54,11 @@ def choose(logits: torch.Tensor, drawn: torch.Tensor, sampling: Sampling) -> tor
         return torch.where(likeliest.values.isfinite(), likeliest.indices, -1)
     scores = scores / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1] or sampling.top_p < 1:
-        likely = scores.topk(min(sampling.top_k, scores.shape[-1])).values if sampling.top_k else scores.sort(descending=True).values
+        likely = (
+            scores.topk(min(sampling.top_k, scores.shape[-1])).values
+            if sampling.top_k
+            else scores.sort(descending=True).values
+        )
         shares = likely.softmax(dim=-1)
         count = (shares.cumsum(dim=-1) - shares < sampling.top_p).sum(dim=-1, keepdim=True)
         scores = scores.masked_fill(scores < likely.gather(-1, (count - 1).clamp(min=0)), -torch.inf)

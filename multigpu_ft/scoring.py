@@ -47,7 +47,9 @@ class _Data:
         texts = load_texts(cfg, label_names)
         tokens = tokenize(cfg, texts, tokenizer)
         if not tokens.targets.any():
-            raise DataError(f"rows {cfg.start_idx}-{texts.end_idx} of {cfg.dataset} have no token that could be predicted.")
+            raise DataError(
+                f"rows {cfg.start_idx}-{texts.end_idx} of {cfg.dataset} have no token that could be predicted."
+            )
         return cls(cfg, texts, tokens)
 
 
@@ -58,7 +60,11 @@ def _as_it_is(cfg: RunConfig) -> RunConfig:
     there = columns(cfg)
     if cfg.task == "chat" and cfg.messages_field not in there:
         cfg = cfg.replace(task="causal-lm")
-    return cfg.replace(text_field="text") if cfg.task == "causal-lm" and cfg.text_field not in there and "text" in there else cfg
+    return (
+        cfg.replace(text_field="text")
+        if cfg.task == "causal-lm" and cfg.text_field not in there and "text" in there
+        else cfg
+    )
 
 # %% ../nbs/08e_scoring.ipynb #32939aa0
 class _Progress:
@@ -98,12 +104,19 @@ def score_texts(
             progress()
     mine = np.concatenate(shares)
     owners = np.repeat(np.arange(len(mine)), texts.targets[mine])
-    token_losses, *labels = [torch.cat(outputs).double().cpu().numpy() for outputs in zip(*found, strict=True)] or [np.zeros(0)]
+    token_losses, *labels = [torch.cat(outputs).double().cpu().numpy() for outputs in zip(*found, strict=True)] or [
+        np.zeros(0)
+    ]
     everybodys: list[Any] = [None] * world.size
-    dist.all_gather_object(everybodys, (mine, np.bincount(owners, token_losses, minlength=len(mine)), labels[0].astype(np.int64) if labels else None))
+    dist.all_gather_object(
+        everybodys,
+        (mine, np.bincount(owners, token_losses, minlength=len(mine)), labels[0].astype(np.int64) if labels else None),
+    )
     numbers = np.concatenate([numbers for numbers, _, _ in everybodys])
     if not np.array_equal(np.sort(numbers), np.arange(len(texts))):
-        raise AssertionError(f"of {len(texts)} examples {len(set(numbers.tolist()))} were scored, in {len(numbers)} places")
+        raise AssertionError(
+            f"of {len(texts)} examples {len(set(numbers.tolist()))} were scored, in {len(numbers)} places"
+        )
     losses = np.empty(len(texts))
     losses[numbers] = np.concatenate([values for _, values, _ in everybodys])
     if texts.labels is None:
@@ -124,7 +137,9 @@ def _prompts(data: _Data, tokenizer: PreTrainedTokenizerBase, count: int, room: 
         if len(found) == count:
             break
         if data.cfg.task == "chat":
-            ids = np.array(tokenizer(opening(data.texts.texts[number], tokenizer), add_special_tokens=False)["input_ids"], np.int64)
+            ids = np.array(
+                tokenizer(opening(data.texts.texts[number], tokenizer), add_special_tokens=False)["input_ids"], np.int64
+            )
         else:
             whole = data.tokens[int(number)].ids.astype(np.int64)
             ids = whole[: min(_PROMPT_TOKENS, len(whole) // 3)] if len(whole) >= _SHORTEST else whole[:0]
@@ -133,11 +148,16 @@ def _prompts(data: _Data, tokenizer: PreTrainedTokenizerBase, count: int, room: 
     return found
 
 
-def _write(loaded: Loaded, prompts: list[np.ndarray], max_new_tokens: int, seed: int, progress: Callable[[int], None]) -> list[str]:
+def _write(
+    loaded: Loaded, prompts: list[np.ndarray], max_new_tokens: int, seed: int, progress: Callable[[int], None]
+) -> list[str]:
     "What the model goes on with after each of `prompts`. A collective."
     world, tokenizer = loaded.world, loaded.tokenizer
     numbers = range(world.rank, len(prompts), world.size)
-    mine = [Request((number, 0), tuple(prompts[number].tolist()), sequence_seed(seed, number, 0), max_new_tokens) for number in numbers]
+    mine = [
+        Request((number, 0), tuple(prompts[number].tolist()), sequence_seed(seed, number, 0), max_new_tokens)
+        for number in numbers
+    ]
     answers: list[Answer] = []
     if mine:
         capacity = max(len(request.prompt) for request in mine) + max_new_tokens
@@ -151,7 +171,9 @@ def _write(loaded: Loaded, prompts: list[np.ndarray], max_new_tokens: int, seed:
                 progress(len(finished))
                 finished = decoder.step() if decoder.in_flight else []
     everybodys: list[Any] = [None] * world.size
-    dist.all_gather_object(everybodys, {a.request.key[0]: tokenizer.decode(a.tokens, skip_special_tokens=True) for a in answers})
+    dist.all_gather_object(
+        everybodys, {a.request.key[0]: tokenizer.decode(a.tokens, skip_special_tokens=True) for a in answers}
+    )
     written = {number: text for part in everybodys for number, text in part.items()}
     return [written[number] for number in range(len(prompts))]
 
@@ -168,7 +190,9 @@ class _Material:
 
     @classmethod
     def load(cls, plan: Plan) -> "_Material":
-        tokenizer = load_tokenizer(plan.base.replace(model=plan.tokenizer, revision=None) if plan.tokenizer else plan.base)
+        tokenizer = load_tokenizer(
+            plan.base.replace(model=plan.tokenizer, revision=None) if plan.tokenizer else plan.base
+        )
         label_names, remarks = _label_names(plan, tokenizer), []
         sets = [_Data.load(plan.target, tokenizer, label_names)]
         if plan.forgetting:
@@ -177,7 +201,9 @@ class _Material:
             _refuse_other_tokens(subject, plan, tokenizer, sets[0])
         config = load_config(plan.base, tokenizer)
         if label_names and not any("SequenceClassification" in name for name in config.architectures or []):
-            remarks.append(f"{plan.base.model} has no head for labels: the base is given a new one, random from seed {plan.base.seed}, as training was.")
+            remarks.append(
+                f"{plan.base.model} has no head for labels: the base is given a new one, random from seed {plan.base.seed}, as training was."
+            )
         room = (getattr(config, "max_position_embeddings", None) or 2048) - plan.max_new_tokens
         prompts = _prompts(sets[0], tokenizer, plan.samples, room, plan.seed) if not label_names else []
         return cls(tokenizer, label_names, sets, prompts, remarks)
@@ -205,28 +231,49 @@ def score(plan: Plan) -> Measured:
     found, about = _score_all(plan, material, world, quantizations)
     remarks = [*plan.remarks, *material.remarks]
     if len(set(quantizations)) > 1:
-        remarks.append(f"Models were trained beside weights of different precision ({', '.join(quantizations)}); the base has the first one's.")
+        remarks.append(
+            f"Models were trained beside weights of different precision ({', '.join(quantizations)}); the base has the first one's."
+        )
     if material.prompts and not found["base"].texts:
-        remarks.append("There are no samples, since the model is spread over the GPUs; they are written by models that one GPU holds.")
-    activity = {subject.name: _activity(subject, found[subject.name], found["base"], material.sets[0]) for subject in plan.subjects}
+        remarks.append(
+            "There are no samples, since the model is spread over the GPUs; they are written by models that one GPU holds."
+        )
+    activity = {
+        subject.name: _activity(subject, found[subject.name], found["base"], material.sets[0])
+        for subject in plan.subjects
+    }
     for name, said in activity.items():
         if not said["active"]:
             why = "every B is zero." if found[name].is_zero else "no loss differs from the base's."
             remarks.append(f"The {'adapter' if said['kind'] == 'adapter' else 'model'} {name} changes nothing: {why}")
     newest = plan.subjects[-1]
     about |= {
-        "max_length": plan.target.max_length, "batch_size": plan.base.batch_size, "world_size": world.size, "device": world.device.type,
-        "quantization": quantizations[0], "seed": plan.seed, "sampling": {**vars(SAMPLING), "max_new_tokens": plan.max_new_tokens},
-        "trained_dataset": shown_data(newest.config, plan.target), "activity": activity,
-        "adapter_active": activity[newest.name]["active"] if newest.has_adapter else None, "remarks": remarks, "seconds": round(time.monotonic() - begun, 1),
+        "max_length": plan.target.max_length,
+        "batch_size": plan.base.batch_size,
+        "world_size": world.size,
+        "device": world.device.type,
+        "quantization": quantizations[0],
+        "seed": plan.seed,
+        "sampling": {**vars(SAMPLING), "max_new_tokens": plan.max_new_tokens},
+        "trained_dataset": shown_data(newest.config, plan.target),
+        "activity": activity,
+        "adapter_active": activity[newest.name]["active"] if newest.has_adapter else None,
+        "remarks": remarks,
+        "seconds": round(time.monotonic() - begun, 1),
     }
     return _measured(plan, material, found, about)
 
 
-def _score_all(plan: Plan, material: _Material, world: World, quantizations: list[str]) -> tuple[dict[str, _Found], dict[str, Any]]:
+def _score_all(
+    plan: Plan, material: _Material, world: World, quantizations: list[str]
+) -> tuple[dict[str, _Found], dict[str, Any]]:
     "What each model made of it, the base first, and how they were computed."
-    batches = sum(len(deal(data.tokens.lengths, plan.base.batch_size, world.size)) // world.size for data in material.sets)
-    progress = _Progress(world, (len(plan.subjects) + 1) * (batches + len(range(world.rank, len(material.prompts), world.size))))
+    batches = sum(
+        len(deal(data.tokens.lengths, plan.base.batch_size, world.size)) // world.size for data in material.sets
+    )
+    progress = _Progress(
+        world, (len(plan.subjects) + 1) * (batches + len(range(world.rank, len(material.prompts), world.size)))
+    )
     found: dict[str, _Found] = {}
     loaded, place = None, None
     for subject, quantization in zip([None, *plan.subjects], [quantizations[0], *quantizations], strict=True):
@@ -237,43 +284,76 @@ def _score_all(plan: Plan, material: _Material, world: World, quantizations: lis
         if (wanted := place_of(holder)) != place:
             loaded = None
             release_memory()
-            loaded, place = load_holder(plan.base, holder, world, material.tokenizer, material.label_names, quantization), wanted
+            loaded, place = (
+                load_holder(plan.base, holder, world, material.tokenizer, material.label_names, quantization),
+                wanted,
+            )
             loaded.choose_chunks(material.sets[0].cfg, material.sets[0].tokens)
         if subject:
             loaded.take(subject)
         with nullcontext() if subject else loaded.without_adapter():
-            scores = [score_texts(loaded.strategy, data.tokens, plan.base.batch_size, progress.step) for data in material.sets]
-            texts = [] if loaded.sharded else _write(loaded, material.prompts, plan.max_new_tokens, plan.seed, progress.step)
+            scores = [
+                score_texts(loaded.strategy, data.tokens, plan.base.batch_size, progress.step) for data in material.sets
+            ]
+            texts = (
+                []
+                if loaded.sharded
+                else _write(loaded, material.prompts, plan.max_new_tokens, plan.seed, progress.step)
+            )
         losses, predicted = zip(*scores, strict=True)
-        found[name] = _Found(list(losses), list(predicted), texts, bool(subject) and subject.has_adapter and loaded.is_zero())
+        found[name] = _Found(
+            list(losses), list(predicted), texts, bool(subject) and subject.has_adapter and loaded.is_zero()
+        )
     return found, {"dtype": str(loaded.dtype).removeprefix("torch."), "strategy": "fsdp" if loaded.sharded else "whole"}
 
 
 def _measured(plan: Plan, material: _Material, found: dict[str, _Found], about: dict[str, Any]) -> Measured:
-    models = [{"name": "base", "path": plan.base.model, "revision": plan.base.revision, "kind": "base", "trained": []}] + [
-        {"name": s.name, "path": str(s.path), "kind": "adapter" if s.has_adapter else "weights", "trained": s.trained} for s in plan.subjects
+    models = [
+        {"name": "base", "path": plan.base.model, "revision": plan.base.revision, "kind": "base", "trained": []}
+    ] + [
+        {"name": s.name, "path": str(s.path), "kind": "adapter" if s.has_adapter else "weights", "trained": s.trained}
+        for s in plan.subjects
     ]
     scores = [
         Scores(
-            shown_data(data.cfg), data.texts.start_idx, data.texts.end_idx, np.array(data.texts.rows), data.tokens.lengths,
+            shown_data(data.cfg),
+            data.texts.start_idx,
+            data.texts.end_idx,
+            np.array(data.texts.rows),
+            data.tokens.lengths,
             data.tokens.targets.astype(np.int64),
-            {name: one.losses[number] for name, one in found.items()}, data.tokens.labels,
+            {name: one.losses[number] for name, one in found.items()},
+            data.tokens.labels,
             {name: one.predicted[number] for name, one in found.items() if one.predicted[number] is not None},
         )
         for number, data in enumerate(material.sets)
     ]
     samples = [
-        {"prompt": material.tokenizer.decode(ids, skip_special_tokens=True), "texts": {name: one.texts[number] for name, one in found.items() if one.texts}}
-        for number, ids in enumerate(material.prompts) if found["base"].texts
+        {
+            "prompt": material.tokenizer.decode(ids, skip_special_tokens=True),
+            "texts": {name: one.texts[number] for name, one in found.items() if one.texts},
+        }
+        for number, ids in enumerate(material.prompts)
+        if found["base"].texts
     ]
-    return Measured(plan.target.task, models, scores[0], scores[1] if plan.forgetting else None, samples, material.label_names, about)
+    return Measured(
+        plan.target.task,
+        models,
+        scores[0],
+        scores[1] if plan.forgetting else None,
+        samples,
+        material.label_names,
+        about,
+    )
 
 
 def _activity(subject: Subject, found: _Found, base: _Found, target: _Data) -> dict[str, Any]:
     "Whether the model is another one than the base: on which share of the examples the loss differs, and by how many nats a target at most."
     gap = np.abs(found.losses[0] - base.losses[0])
     return {
-        "kind": "adapter" if subject.has_adapter else "weights", "active": bool(gap.any()), "differing_examples": float((gap > 0).mean()),
+        "kind": "adapter" if subject.has_adapter else "weights",
+        "active": bool(gap.any()),
+        "differing_examples": float((gap > 0).mean()),
         "largest_difference": float((gap / np.maximum(1, target.tokens.targets)).max()),
     }
 
@@ -291,7 +371,9 @@ def _refuse_other_tokens(subject: Subject, plan: Plan, tokenizer: PreTrainedToke
     elif not any((subject.path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return
     else:
-        few = replace(target.texts, texts=target.texts.texts[:64], labels=target.texts.labels and target.texts.labels[:64])
+        few = replace(
+            target.texts, texts=target.texts.texts[:64], labels=target.texts.labels and target.texts.labels[:64]
+        )
         own = AutoTokenizer.from_pretrained(subject.path)
         same = tokenize(target.cfg, few, own).digest == tokenize(target.cfg, few, tokenizer).digest
     if not same:

@@ -26,7 +26,11 @@ _NAME = "multigpu_ft"
 
 def _extras(cfg: RunConfig) -> set[str]:
     packed = bool(cfg.quantized) or cfg.optimizer == "adamw_8bit"
-    needs = {"deepspeed": cfg.strategy == "accelerate" or bool(cfg.zero_stage), "quantization": packed, "tracking": bool(cfg.trackers)}
+    needs = {
+        "deepspeed": cfg.strategy == "accelerate" or bool(cfg.zero_stage),
+        "quantization": packed,
+        "tracking": bool(cfg.trackers),
+    }
     return {name for name, needed in needs.items() if needed}
 
 
@@ -39,10 +43,14 @@ def requirements(cfg: RunConfig, without: tuple[str, ...] = ()) -> list[str]:
     try:
         wanted = [Requirement(line) for line in requires(_NAME) or []]
     except PackageNotFoundError:
-        raise ConfigError(f"{_NAME} is not installed here, so its requirements are not known. Install it, if need be with pip install -e.") from None
+        raise ConfigError(
+            f"{_NAME} is not installed here, so its requirements are not known. Install it, if need be with pip install -e."
+        ) from None
     lines = {}
     for one in wanted:
-        if one.name in without or not any(one.marker is None or one.marker.evaluate({"extra": extra}) for extra in ("", *_extras(cfg))):
+        if one.name in without or not any(
+            one.marker is None or one.marker.evaluate({"extra": extra}) for extra in ("", *_extras(cfg))
+        ):
             continue
         try:
             lines[one.name] = f"{one.name}=={version(one.name).partition('+')[0]}"  # 2.13.0+cpu is this machine's own
@@ -67,7 +75,9 @@ _DATA_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 
 def _is_local(name: str, value: str) -> bool:
-    return value.startswith((".", "/", "~")) or Path(value).exists() or (name != "model" and value.endswith(_DATA_ENDINGS))
+    return (
+        value.startswith((".", "/", "~")) or Path(value).exists() or (name != "model" and value.endswith(_DATA_ENDINGS))
+    )
 
 
 def travelling(cfg: RunConfig, where: str, remedy: str, may: tuple[str, ...] = (), **changes: Any) -> RunConfig:
@@ -82,8 +92,14 @@ def travelling(cfg: RunConfig, where: str, remedy: str, may: tuple[str, ...] = (
         if "://" in value:
             raise ConfigError(f"{name}={value!r}: {where} does not read that. {remedy}")
         if not value.startswith("builtin:") and _is_local(name, value):
-            raise ConfigError(f"{name}={value!r} is a file or folder of this machine, which {where} does not see. {remedy}")
-    if cfg.resume_file not in ("auto", "none") and not cfg.resume_file.startswith(HUB_PREFIX) and _is_local("model", cfg.resume_file):
+            raise ConfigError(
+                f"{name}={value!r} is a file or folder of this machine, which {where} does not see. {remedy}"
+            )
+    if (
+        cfg.resume_file not in ("auto", "none")
+        and not cfg.resume_file.startswith(HUB_PREFIX)
+        and _is_local("model", cfg.resume_file)
+    ):
         raise ConfigError(
             f"resume_file={cfg.resume_file!r} is on this machine, which {where} does not see; use 'auto', which goes on from what is kept there, or "
             f"push it to the Hub and use '{HUB_PREFIX}user/repo'."

@@ -46,7 +46,9 @@ def _device_memory(layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.T
         from bitsandbytes.functional import quantize_4bit
 
         whole = torch.empty(layer.out_features, layer.in_features, dtype=layer.compute_dtype)
-        packed, layer.quant_state = quantize_4bit(whole, compress_statistics=True, quant_type="nf4", quant_storage=layer.quant_storage)
+        packed, layer.quant_state = quantize_4bit(
+            whole, compress_statistics=True, quant_type="nf4", quant_storage=layer.quant_storage
+        )
         layer.register_forward_pre_hook(_restore_scales)
         return nn.Parameter(packed, requires_grad=False)
     if type(layer).__name__ == "Linear8bitLt" and name == "weight":
@@ -64,7 +66,9 @@ class _Simulated:
     tracker: MemoryTracker
     free: float  # bytes of the GPU before the first tensor
 
-    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], streamed: bool = False) -> tuple[nn.Module, Any]:
+    def prepare(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], streamed: bool = False
+    ) -> tuple[nn.Module, Any]:
         def make(prepared: nn.Module) -> Any:
             with _disable_current_modes():  # its tables for 8 bit have values
                 return make_optimizer(prepared)
@@ -146,7 +150,9 @@ class _HostOptimizer(torch.optim.SGD):
 
 
 class _ZeRO12(_Simulated, Single):
-    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], streamed: bool = False) -> tuple[nn.Module, Any]:
+    def prepare(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], streamed: bool = False
+    ) -> tuple[nn.Module, Any]:
         self.model, self._streamed = model, streamed
         self._place(model, set())
         for p in model.parameters():
@@ -156,7 +162,9 @@ class _ZeRO12(_Simulated, Single):
         count = sum(p.numel() for p in self._trained)
         self._share, self._bucket = -(-count // self.world.size), bucket_size([p.numel() for p in self._trained])
         self._sums: list[torch.Tensor] = []
-        self._apart = self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and (self.cfg.zero_stage == 2 or self.cfg.offload != "none"))  # sums in fp32
+        self._apart = self.dtype == torch.float16 or (
+            self.dtype == torch.bfloat16 and (self.cfg.zero_stage == 2 or self.cfg.offload != "none")
+        )  # sums in fp32
         offload = self.cfg.offload != "none"
         self._flat = nn.Module()
         self._flat.weight = nn.Parameter(torch.empty(1 if offload else self._share))
@@ -166,7 +174,10 @@ class _ZeRO12(_Simulated, Single):
         for p in self._trained if self.cfg.zero_stage == 2 else ():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # it is in the bucket
         self.window = self.cfg.zero_stage == 1
-        gathered, reduced = self.dtype.itemsize * count, 4 * count * (1 if self.window else min(2, self.cfg.accum_steps))
+        gathered, reduced = (
+            self.dtype.itemsize * count,
+            4 * count * (1 if self.window else min(2, self.cfg.accum_steps)),
+        )
         self.reduced = self._traffic = (gathered + reduced) / 2  # an all-reduce would be twice that
         return self.model, self.optimizer
 
@@ -182,18 +193,28 @@ class _ZeRO12(_Simulated, Single):
             bucket = torch.empty(self._bucket)
         if self.cfg.zero_stage == 1 and not self._apart:
             return
-        if not self._sums and (self._apart or self.cfg.offload == "none"):  # in fp32 with offload they go to the host at once
-            self._sums = [torch.empty(p.shape) for p in self._trained] if self.cfg.zero_stage == 1 else [torch.empty(self._share)]
+        if not self._sums and (
+            self._apart or self.cfg.offload == "none"
+        ):  # in fp32 with offload they go to the host at once
+            self._sums = (
+                [torch.empty(p.shape) for p in self._trained]
+                if self.cfg.zero_stage == 1
+                else [torch.empty(self._share)]
+            )
             self.tracker.claim(self._sums, "gradients")
         for p in self._trained:
             p.grad = None
         del bucket
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        norm = torch.empty(min(self._share, max(p.numel() for p in self._trained)), dtype=torch.float64)  # of one tensor after the other
+        norm = torch.empty(
+            min(self._share, max(p.numel() for p in self._trained)), dtype=torch.float64
+        )  # of one tensor after the other
         del norm
         if self.cfg.offload == "none":
-            share = self._sums[0] if self._apart and self.cfg.zero_stage == 2 else torch.empty(self._share)  # of the sums, in one piece
+            share = (
+                self._sums[0] if self._apart and self.cfg.zero_stage == 2 else torch.empty(self._share)
+            )  # of the sums, in one piece
             self.tracker.claim([share], "gradients")
             self._flat.weight.grad = share
         self._sums = []
@@ -203,13 +224,24 @@ class _ZeRO12(_Simulated, Single):
 
 
 class _ZeRO3(_Simulated, FSDP):
-    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], streamed: bool = False) -> tuple[nn.Module, Any]:
+    def prepare(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], streamed: bool = False
+    ) -> tuple[nn.Module, Any]:
         offload = self.cfg.offload != "none"
-        self.cfg = self.cfg.replace(communication="micro_batch", sharding="full_shard", offload="none", strategy="fsdp", deepspeed_config=None)
+        self.cfg = self.cfg.replace(
+            communication="micro_batch", sharding="full_shard", offload="none", strategy="fsdp", deepspeed_config=None
+        )
         if offload:  # the share that stays is in the dtype that computes
             model.to(self.dtype)
-        super().prepare(model, (lambda prepared: _HostOptimizer(prepared.parameters(), lr=0.1)) if offload else make_optimizer, streamed)
-        trained, every = [p.numel() for p in self.model.parameters() if p.requires_grad], sum(p.numel() for p in self.model.parameters())
+        super().prepare(
+            model,
+            (lambda prepared: _HostOptimizer(prepared.parameters(), lr=0.1)) if offload else make_optimizer,
+            streamed,
+        )
+        trained, every = (
+            [p.numel() for p in self.model.parameters() if p.requires_grad],
+            sum(p.numel() for p in self.model.parameters()),
+        )
         self._bucket, self._share, self._offload = bucket_size(trained), -(-sum(trained) // self.world.size), offload
         if not offload:  # beside the share in fp32
             self._copy = torch.empty(-(-every // self.world.size), dtype=self.dtype)
@@ -222,17 +254,25 @@ class _ZeRO3(_Simulated, FSDP):
         return self.model, self.optimizer
 
     def _blocks(self) -> list[nn.Module]:
-        return [module for module in self.model.modules() if hasattr(module, "set_reshard_after_forward") and module is not self.model]
+        return [
+            module
+            for module in self.model.modules()
+            if hasattr(module, "set_reshard_after_forward") and module is not self.model
+        ]
 
     def backward(self, loss: torch.Tensor) -> None:
-        buckets = [torch.empty(self._bucket, dtype=self.dtype) for _ in range(2)]  # one is filled while the other is sent
+        buckets = [
+            torch.empty(self._bucket, dtype=self.dtype) for _ in range(2)
+        ]  # one is filled while the other is sent
         super().backward(loss)
         del buckets
         for p in self.model.parameters() if self._offload else ():
             p.grad = None
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        norm = torch.empty(max(local_part(p).numel() for p in self.model.parameters() if p.requires_grad), dtype=torch.float64)  # of one tensor after the other
+        norm = torch.empty(
+            max(local_part(p).numel() for p in self.model.parameters() if p.requires_grad), dtype=torch.float64
+        )  # of one tensor after the other
         del norm
         self._line = None if self._offload else torch.empty(min(self._share, SUB_GROUP))  # gradients in one piece
         return torch.zeros(())
@@ -242,4 +282,12 @@ class _ZeRO3(_Simulated, FSDP):
         self._line = None
 
 
-STRATEGIES = {"single": _Single, "ddp": _DDP, "accelerate": _DDP, "fsdp": _FSDP, "zero1": _ZeRO12, "zero2": _ZeRO12, "zero3": _ZeRO3}
+STRATEGIES = {
+    "single": _Single,
+    "ddp": _DDP,
+    "accelerate": _DDP,
+    "fsdp": _FSDP,
+    "zero1": _ZeRO12,
+    "zero2": _ZeRO12,
+    "zero3": _ZeRO3,
+}

@@ -49,7 +49,15 @@ from .config import BUILTIN_MODEL, ConfigError, ModelError, RunConfig
 from .gpus import GPU
 from .loading import make_4bit
 from .memory import MemoryTracker, read_peaks, reserved_bytes
-from .models import choose_quantization, count_weights, head_modules, load_shell, load_tokenizer, packed_layers, transformer_blocks
+from multigpu_ft.models import (
+    choose_quantization,
+    count_weights,
+    head_modules,
+    load_shell,
+    load_tokenizer,
+    packed_layers,
+    transformer_blocks,
+)
 from .preparing import put_under, with_loss
 from .simulated_strategies import STRATEGIES, SimulatedWorld
 from .strategies import Single
@@ -60,24 +68,46 @@ from .training import train_step
 # %% ../nbs/09e_simulation.ipynb #040467af
 def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {
-        "model_type": "opt", "vocab_size": 50272, "hidden_size": hidden, "word_embed_proj_dim": hidden, "ffn_dim": 4 * hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "max_position_embeddings": 2048, "dropout": 0.1, "attention_dropout": 0.0,
+        "model_type": "opt",
+        "vocab_size": 50272,
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "ffn_dim": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 2048,
+        "dropout": 0.1,
+        "attention_dropout": 0.0,
     }
 
 
 def _qwen3(hidden: int, feed_forward: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
     return {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": hidden, "intermediate_size": feed_forward, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": tied,
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": tied,
     }
 
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "facebook/opt-125m": _opt(768, 12, 12), "facebook/opt-1.3b": _opt(2048, 24, 32), "facebook/opt-2.7b": _opt(2560, 32, 32),
-    "facebook/opt-6.7b": _opt(4096, 32, 32), "facebook/opt-13b": _opt(5120, 40, 40),
-    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True), "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, True),
-    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, True), "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, False),
-    "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, False), "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, False),
+    "facebook/opt-125m": _opt(768, 12, 12),
+    "facebook/opt-1.3b": _opt(2048, 24, 32),
+    "facebook/opt-2.7b": _opt(2560, 32, 32),
+    "facebook/opt-6.7b": _opt(4096, 32, 32),
+    "facebook/opt-13b": _opt(5120, 40, 40),
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, False),
+    "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, 40, False),
+    "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, 64, False),
     "google-bert/bert-base-uncased": {"model_type": "bert", "vocab_size": 30522},
     "distilbert/distilbert-base-uncased": {"model_type": "distilbert", "vocab_size": 30522},
 }
@@ -143,13 +173,22 @@ class _AttentionOnGPU(TorchFunctionMode):
         super().__init__()
         self._flash = gpu.capability >= (8, 0)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         return self._attention(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
 
     def _attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> torch.Tensor:
         aten, half = torch.ops.aten, query.dtype != torch.float32
         if self._flash and half and attn_mask is None and query.shape[-1] <= 256:
@@ -157,13 +196,19 @@ class _AttentionOnGPU(TorchFunctionMode):
                 key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                attn_mask.logical_not(), float("-inf")
+            )
         if enable_gqa:
-            return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
+            return aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+            )[0]
         if attn_mask is not None:
             attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         needed = torch.is_grad_enabled() and query.requires_grad
-        return aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, needed, dropout_p, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, needed, dropout_p, is_causal, scale=scale
+        )[0]
 
 # %% ../nbs/09e_simulation.ipynb #bab6d462
 _OF_FLOPS, _OF_BANDWIDTH, _STARTING_S = 0.5, 0.75, 6e-6
@@ -177,7 +222,11 @@ class _Clock:
         self.computing = self.communicating = 0.0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        moved = sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor) and isinstance(t.numel(), int))
+        moved = sum(
+            t.numel() * t.element_size()
+            for t in tree_leaves((args, kwargs, result))
+            if isinstance(t, torch.Tensor) and isinstance(t.numel(), int)
+        )
         if func.namespace in ("c10d", "_c10d_functional"):
             self.send(moved / 2 if "scatter" in func.name() or "gather" in func.name() else moved)
             return
@@ -185,7 +234,11 @@ class _Clock:
         flops = count(*args, **kwargs, out_val=result) if count else 0
         speed = self._gpu.flops
         if func.name().startswith("bitsandbytes::") and "mm" in func.name():
-            flops = 2 * args[0].numel() * (args[2][0] if func.name().startswith("bitsandbytes::gemm_4bit") else args[2].shape[0])
+            flops = (
+                2
+                * args[0].numel()
+                * (args[2][0] if func.name().startswith("bitsandbytes::gemm_4bit") else args[2].shape[0])
+            )
         elif flops and next(t for t in args if isinstance(t, torch.Tensor)).dtype == torch.float32:
             speed /= 8
         self.computing += max(flops / (_OF_FLOPS * speed), moved / (_OF_BANDWIDTH * self._gpu.bandwidth), _STARTING_S)
@@ -220,7 +273,11 @@ def _shell(cfg: RunConfig, dtype: torch.dtype, quantization: str) -> nn.Module:
         return model
     heads = tuple(f"{name}." for name in head_modules(model)) if classifier else ()
     output = model.get_output_embeddings()
-    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output and not f"{name}.".startswith(heads or "\0")]
+    names = [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and m is not output and not f"{name}.".startswith(heads or "\0")
+    ]
     if quantization == "4bit":
         make_4bit(model, names, dtype)
         return model
@@ -228,7 +285,14 @@ def _shell(cfg: RunConfig, dtype: torch.dtype, quantization: str) -> nn.Module:
 
     for name in names:
         old = model.get_submodule(name)
-        new = Linear8bitLt(old.in_features, old.out_features, old.bias is not None, has_fp16_weights=False, threshold=6.0, device="meta")
+        new = Linear8bitLt(
+            old.in_features,
+            old.out_features,
+            old.bias is not None,
+            has_fp16_weights=False,
+            threshold=6.0,
+            device="meta",
+        )
         model.set_submodule(name, new)
     model.is_loaded_in_8bit = True
     return model
@@ -251,7 +315,9 @@ def simulate(cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None, kin
     with _local_model(cfg, blocks) as (local, own):
         try:
             found = _simulate(local, gpu, gpus, kind, None)
-        except DynamicOutputShapeException:  # sizes that depend on values, as of a mixture of experts; symbols for them take a tenth more time
+        except (
+            DynamicOutputShapeException
+        ):  # sizes that depend on values, as of a mixture of experts; symbols for them take a tenth more time
             found = _simulate(local, gpu, gpus, kind, ShapeEnv())
     return {**found, "of_blocks": own or found["blocks"]}
 
@@ -259,15 +325,27 @@ def simulate(cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None, kin
 def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEnv | None) -> dict[str, Any]:
     world = SimulatedWorld(0, 0, gpus, torch.device("cpu"), cfg.nnodes)
     quantization, quantization_reason = choose_quantization(cfg, gpus, torch.device(kind))
-    dtype = torch.float32 if cfg.tuning == "full" else {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
+    dtype = (
+        torch.float32
+        if cfg.tuning == "full"
+        else {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
+    )
     shell = _shell(cfg, dtype, quantization)
     streamed = gpus > 1 and (quantization == "none" or cfg.strategy == "fsdp")
     unpacked = {id(p): p.numel() * torch.finfo(dtype).bits / 8 for p in shell.parameters()}
-    packed = {id(m.weight): m.weight.numel() * (0.516 if quantization == "4bit" else 1) for m in packed_layers(shell).values()}  # with scales
+    packed = {
+        id(m.weight): m.weight.numel() * (0.516 if quantization == "4bit" else 1) for m in packed_layers(shell).values()
+    }  # with scales
     loading = sum({**unpacked, **packed}.values()) if streamed or quantization == "none" else 0
     loading += 2 * max(unpacked.values()) if packed else 0  # on its way to being packed
     classifier = cfg.task == "classification"
-    packing = "padded" if classifier else "packed" if cfg.packing == "auto" and cfg.attn_implementation != "flash_attention_2" else cfg.packing
+    packing = (
+        "padded"
+        if classifier
+        else "packed"
+        if cfg.packing == "auto" and cfg.attn_implementation != "flash_attention_2"
+        else cfg.packing
+    )
     clock = _Clock(gpu, gpus)
     reduced = "gradients" if cfg.strategy in ("ddp", "accelerate") else "unsharded"
     tracker = MemoryTracker(clock if gpu.flops else None, short_masks=kind == "cuda", reduced=reduced)
@@ -295,7 +373,10 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
         _label_losses(strategy, tracker)
         batch = longest_batch(cfg, packing, classifier)
         micro_batches = min(2, cfg.accum_steps)
-        steps = {"first step": 1, "later step": micro_batches}  # the second micro-batch finds gradients; so it would in the first step, and that has no moments
+        steps = {
+            "first step": 1,
+            "later step": micro_batches,
+        }  # the second micro-batch finds gradients; so it would in the first step, and that has no moments
         watch = Stopwatch(world.device)
 
         def is_finite() -> None:  # the gradients' norm, which has no value
@@ -309,35 +390,67 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
                 strategy.renew()
             if hasattr(strategy, "reduced"):
                 strategy.reduced = 0
-            train_step(strategy, Step([batch] * count, cfg.batch_size, 1, 1, 1, 1, 1), cfg.learning_rate, cfg.max_grad_norm, watch, is_finite)
+            train_step(
+                strategy,
+                Step([batch] * count, cfg.batch_size, 1, 1, 1, 1, 1),
+                cfg.learning_rate,
+                cfg.max_grad_norm,
+                watch,
+                is_finite,
+            )
             if hasattr(strategy, "reduced"):
                 clock.send(2 * strategy.reduced)
-            tracker.claim((t for s in strategy.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)), "optimizer")
+            tracker.claim(
+                (t for s in strategy.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)),
+                "optimizer",
+            )
         tracker.begin("save")
         largest = max((p for p in strategy.model.parameters() if p.requires_grad), key=lambda p: p.numel())
-        whole = torch.empty(largest.shape, dtype=largest.dtype) if hasattr(largest, "placements") else None  # for the export, one after the other
+        whole = (
+            torch.empty(largest.shape, dtype=largest.dtype) if hasattr(largest, "placements") else None
+        )  # for the export, one after the other
         del whole
         tracker.look_again()
     parameters = list(strategy.model.parameters())
-    trainable, total = sum(p.numel() for p in parameters if p.requires_grad), sum(count for _, count in count_weights(strategy.model))
+    trainable, total = (
+        sum(p.numel() for p in parameters if p.requires_grad),
+        sum(count for _, count in count_weights(strategy.model)),
+    )
     blocks = transformer_blocks(strategy.unwrap_model())
     in_blocks = sum(count for block in blocks for _, count in count_weights(block))
     known = gpu.flops and cfg.offload == "none" and cfg.nnodes == 1  # how fast a host is, or a network, is not
     seconds = clock.seconds * cfg.accum_steps / micro_batches if known else None
-    offloaded = (16 * trainable if cfg.offload != "none" else 0) + (strategy.dtype.itemsize * total if cfg.offload == "all" else 0)
+    offloaded = (16 * trainable if cfg.offload != "none" else 0) + (
+        strategy.dtype.itemsize * total if cfg.offload == "all" else 0
+    )
     saved, export = checkpoint_bytes(cfg, strategy), export_bytes(cfg, strategy)
     processes = (_PROCESS_GIB * world.local_size + _NOTEBOOK_GIB) * 2**30
     return {
-        "peaks": [asdict(peak) for peak in read_peaks(tracker)], "reserved": reserved_bytes(tracker, strategy.free),
+        "peaks": [asdict(peak) for peak in read_peaks(tracker)],
+        "reserved": reserved_bytes(tracker, strategy.free),
         "host": {
             "load": processes + offloaded + loading * (1 if streamed else world.local_size),
-            "save": processes + offloaded + saved + (4 * total if cfg.tuning == "full" else 4 * trainable + 4 * total * cfg.merge_adapter),
+            "save": processes
+            + offloaded
+            + saved
+            + (4 * total if cfg.tuning == "full" else 4 * trainable + 4 * total * cfg.merge_adapter),
         },
         "disk": {"checkpoint": saved, "export": export},
-        "seconds": seconds, "computing": clock.computing, "communicating": clock.communicating,
-        "tokens": cfg.batch_size * cfg.max_length * cfg.accum_steps * gpus, "strategy": cfg.strategy, "quantization": quantization,
-        "quantization_reason": quantization_reason, "communication": "window" if strategy.window else "micro_batch", "dtype": cfg.dtype, "packing": packing,
-        "every": every, "blocks": len(blocks), "trainable": trainable, "parameters": total, "parameters_in_blocks": in_blocks,
+        "seconds": seconds,
+        "computing": clock.computing,
+        "communicating": clock.communicating,
+        "tokens": cfg.batch_size * cfg.max_length * cfg.accum_steps * gpus,
+        "strategy": cfg.strategy,
+        "quantization": quantization,
+        "quantization_reason": quantization_reason,
+        "communication": "window" if strategy.window else "micro_batch",
+        "dtype": cfg.dtype,
+        "packing": packing,
+        "every": every,
+        "blocks": len(blocks),
+        "trainable": trainable,
+        "parameters": total,
+        "parameters_in_blocks": in_blocks,
         "flops_per_token": flops_per_token(strategy.unwrap_model(), cfg.max_length),
     }
 
@@ -358,7 +471,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     "The result of one request, or its `error` and `message`."
     begun = time.perf_counter()
     try:
-        cfg, gpu = RunConfig(**request["cfg"]), GPU(**{**request["gpu"], "capability": tuple(request["gpu"]["capability"])})
+        cfg, gpu = (
+            RunConfig(**request["cfg"]),
+            GPU(**{**request["gpu"], "capability": tuple(request["gpu"]["capability"])}),
+        )
         found = simulate(cfg, gpu, request["gpus"], request.get("blocks"), request.get("kind", "cuda"))
         return {**found, "took": round(time.perf_counter() - begun, 2)}
     except (ConfigError, ModelError) as error:

@@ -52,7 +52,9 @@ class _Dumper(yaml.SafeDumper):
     pass
 
 
-_Dumper.add_representer(_Block, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|"))
+_Dumper.add_representer(
+    _Block, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
+)
 
 # %% ../nbs/12f_skypilot_task.ipynb #2b5a14dd
 def _mounts(storage: str) -> tuple[str, dict[str, Any]]:
@@ -63,7 +65,9 @@ def _mounts(storage: str) -> tuple[str, dict[str, Any]]:
         return _RUNS, {"volumes": {_RUNS: storage.removeprefix("volume:")}}
     if storage.startswith("/") and storage.rstrip("/"):
         return storage.rstrip("/"), {}
-    raise ConfigError(f"storage={storage!r} is no bucket (s3://bucket/prefix, gs://...), no volume:NAME, and no folder that the nodes have (/mnt/shared).")
+    raise ConfigError(
+        f"storage={storage!r} is no bucket (s3://bucket/prefix, gs://...), no volume:NAME, and no folder that the nodes have (/mnt/shared)."
+    )
 
 
 def _inputs(cfg: RunConfig) -> tuple[RunConfig, dict[str, str]]:
@@ -96,7 +100,9 @@ class SkyPilotTask:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / "task.yaml").exists():
-            raise ConfigError(f"{folder} holds other files, and all that it holds would go to the cloud; name a new folder.")
+            raise ConfigError(
+                f"{folder} holds other files, and all that it holds would go to the cloud; name a new folder."
+            )
         shutil.rmtree(folder / "code", ignore_errors=True)
         pack(folder / "code", self.config)
         (folder / "config.json").write_text(json.dumps(settings(self.config), indent=1))
@@ -109,12 +115,24 @@ class SkyPilotTask:
             raise ConfigError(f"{self.task['name']} is submitted already; call deploy_skypilot again for another job.")
         sky = shutil.which("sky", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
         if sky is None:
-            raise ConfigError("there is no command sky here: pip install 'multigpu_ft[skypilot]', or in an environment of its own: uv tool install skypilot.")
+            raise ConfigError(
+                "there is no command sky here: pip install 'multigpu_ft[skypilot]', or in an environment of its own: uv tool install skypilot."
+            )
         use_secrets()
         secrets = list(self.task.get("secrets", {}))
         if absent := [name for name in secrets if not os.environ.get(name)]:
-            raise ConfigError(f"the task takes {', '.join(absent)} from the environment at launch, where there is none: set it, or leave it out of secrets.")
-        command = [sky, "jobs", "launch", "--yes", "--detach-run", *(word for name in secrets for word in ("--secret", name)), "task.yaml"]
+            raise ConfigError(
+                f"the task takes {', '.join(absent)} from the environment at launch, where there is none: set it, or leave it out of secrets."
+            )
+        command = [
+            sky,
+            "jobs",
+            "launch",
+            "--yes",
+            "--detach-run",
+            *(word for name in secrets for word in ("--secret", name)),
+            "task.yaml",
+        ]
         with tempfile.TemporaryDirectory() as folder:
             self.write(folder)
             quiet = {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
@@ -151,8 +169,18 @@ _SECRET = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
 def deploy_skypilot(
-    cfg: RunConfig, storage: str, *, accelerators: str = "H100:8", num_nodes: int = 1, infra: str | None = None, spot: bool = True, recover: bool = True,
-    disk_gb: int = 512, secrets: Sequence[str] = (), out: str | None = None, submit: bool = False,
+    cfg: RunConfig,
+    storage: str,
+    *,
+    accelerators: str = "H100:8",
+    num_nodes: int = 1,
+    infra: str | None = None,
+    spot: bool = True,
+    recover: bool = True,
+    disk_gb: int = 512,
+    secrets: Sequence[str] = (),
+    out: str | None = None,
+    submit: bool = False,
 ) -> SkyPilotTask:
     """`cfg` as a managed job of SkyPilot; nothing is launched without `submit`.
 
@@ -178,30 +206,49 @@ def deploy_skypilot(
     secrets = names(secrets)
     for name in secrets:
         if not _SECRET.fullmatch(name):  # somebody may have put a value here; it stays unsaid
-            raise ConfigError("secrets holds something that is no name of an environment variable: names such as HF_TOKEN go there, never their values.")
+            raise ConfigError(
+                "secrets holds something that is no name of an environment variable: names such as HF_TOKEN go there, never their values."
+            )
     refuse_secrets({"storage": storage, "infra": infra or ""})
     gpus = int(matched[2] or 1)
     if cfg.nproc and cfg.nproc != gpus:
-        raise ConfigError(f"nproc={cfg.nproc}, but a node has {accelerators}, and each GPU gets one process; leave nproc empty, or change accelerators.")
+        raise ConfigError(
+            f"nproc={cfg.nproc}, but a node has {accelerators}, and each GPU gets one process; leave nproc empty, or change accelerators."
+        )
     if cfg.strategy == "single" and num_nodes * gpus > 1:
-        raise ConfigError(f"strategy='single' runs 1 process, but {num_nodes} x {accelerators} has {num_nodes * gpus} GPUs; use 'ddp' or 'fsdp'.")
+        raise ConfigError(
+            f"strategy='single' runs 1 process, but {num_nodes} x {accelerators} has {num_nodes * gpus} GPUs; use 'ddp' or 'fsdp'."
+        )
     run_root, mounts = _mounts(storage)
     remedy = "Upload it to a bucket and name it by its address (s3://bucket/file.jsonl), or take one of the Hub."
     cfg = travelling(cfg, "SkyPilot", remedy, _BUCKETS, run_root=run_root, nnodes=num_nodes)
     cfg, copied = _inputs(cfg)
-    wanted = [name for name, needed in (("HF_TOKEN", bool(cfg.hf_repo)), ("WANDB_API_KEY", "wandb" in cfg.trackers)) if needed]
+    wanted = [
+        name for name, needed in (("HF_TOKEN", bool(cfg.hf_repo)), ("WANDB_API_KEY", "wandb" in cfg.trackers)) if needed
+    ]
     wanted = list(dict.fromkeys([*wanted, *secrets]))
     anywhere = "file_mounts" in mounts  # a bucket is seen from every region, a volume is not
-    again = {"strategy": "EAGER_NEXT_REGION" if anywhere else "FAILOVER", "max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED_EXIT_CODE]}
+    again = {
+        "strategy": "EAGER_NEXT_REGION" if anywhere else "FAILOVER",
+        "max_restarts_on_errors": 0,
+        "recover_on_exit_codes": [STOPPED_EXIT_CODE],
+    }
     if copied:
         mounts["file_mounts"] = {**mounts.get("file_mounts", {}), **copied}
     task = {
-        "name": re.sub(r"[^a-z0-9]+", "-", cfg.run_name.lower()).strip("-")[:40] or "run", "workdir": ".", "num_nodes": num_nodes,
+        "name": re.sub(r"[^a-z0-9]+", "-", cfg.run_name.lower()).strip("-")[:40] or "run",
+        "workdir": ".",
+        "num_nodes": num_nodes,
         "resources": {
-            **({"infra": infra} if infra else {}), "accelerators": f"{matched[1]}:{gpus}", "use_spot": spot, "disk_size": disk_gb,
+            **({"infra": infra} if infra else {}),
+            "accelerators": f"{matched[1]}:{gpus}",
+            "use_spot": spot,
+            "disk_size": disk_gb,
             "job_recovery": again if recover else "none",
         },
-        **({"secrets": dict.fromkeys(wanted)} if wanted else {}), **mounts, "setup": _SETUP,
+        **({"secrets": dict.fromkeys(wanted)} if wanted else {}),
+        **mounts,
+        "setup": _SETUP,
         "run": _BUCKET_OF_NODE_0 if anywhere and num_nodes > 1 else _RUN,
     }
     made = SkyPilotTask(cfg, task, _remarks(cfg, spot, recover, storage))
@@ -213,9 +260,13 @@ def deploy_skypilot(
 def _remarks(cfg: RunConfig, spot: bool, recover: bool, storage: str) -> list[str]:
     said = []
     if spot and not recover:
-        said.append("recover=False: when a spot machine is taken away the job ends; launched again, it goes on from its newest checkpoint")
+        said.append(
+            "recover=False: when a spot machine is taken away the job ends; launched again, it goes on from its newest checkpoint"
+        )
     if spot and not cfg.save_every and (cfg.save_minutes is None or cfg.save_minutes > 15):
-        said.append(f"what came after the newest checkpoint is trained again when a machine is taken away: save_minutes={cfg.save_minutes}, 10 is less")
+        said.append(
+            f"what came after the newest checkpoint is trained again when a machine is taken away: save_minutes={cfg.save_minutes}, 10 is less"
+        )
     if storage.startswith("/"):
         said.append(f"every node must have {storage}, and see what the others write there")
     return said

@@ -53,30 +53,52 @@ class Slices:
         """
         num_rows = count_rows(cfg)
         if num_rows is None and cfg.end_idx is None:
-            raise DataError(f"dataset {cfg.dataset!r} is on the Hub, so how many rows it has is not known here; name the end of the series with end_idx.")
+            raise DataError(
+                f"dataset {cfg.dataset!r} is on the Hub, so how many rows it has is not known here; name the end of the series with end_idx."
+            )
         if num_rows is None and not 0 <= cfg.start_idx < cfg.end_idx:
-            raise DataError(f"start_idx={cfg.start_idx}, end_idx={cfg.end_idx}: no series; start_idx must be 0 or more, and below end_idx.")
+            raise DataError(
+                f"start_idx={cfg.start_idx}, end_idx={cfg.end_idx}: no series; start_idx must be 0 or more, and below end_idx."
+            )
         end = cfg.end_idx if num_rows is None else cfg.replace(slice_size=num_rows).slice_end(num_rows)
         if (count := -(-(end - cfg.start_idx) // cfg.slice_size)) > _MOST:
-            raise DataError(f"rows {cfg.start_idx}-{end} are {count:,} slices of slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most.")
-        self.folder = Path(cfg.run_root).absolute() / f"slices_{short_name(cfg.model)}_{short_name(Path(cfg.dataset).stem)}_{cfg.slice_size}"
-        spans = {} if cfg.lr_scheduler == "constant" or cfg.schedule_end_idx else {"schedule_start_idx": cfg.start_idx, "schedule_end_idx": end}
+            raise DataError(
+                f"rows {cfg.start_idx}-{end} are {count:,} slices of slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most."
+            )
+        self.folder = (
+            Path(cfg.run_root).absolute()
+            / f"slices_{short_name(cfg.model)}_{short_name(Path(cfg.dataset).stem)}_{cfg.slice_size}"
+        )
+        spans = (
+            {}
+            if cfg.lr_scheduler == "constant" or cfg.schedule_end_idx
+            else {"schedule_start_idx": cfg.start_idx, "schedule_end_idx": end}
+        )
         self.config = cfg.replace(run_root=str(self.folder), **spans)
         # what its runs may be of: after a move their settings name another folder, and their checkpoints tell that the data is the same
         self._own = [own := fingerprint(self.config)]
         others = [(run, theirs) for run in runs(self.folder) if difference(theirs := fingerprint(run.config), own)]
-        self._own += [theirs for run, theirs in others if any(belongs(checkpoint, self.config) for checkpoint in run.dir.checkpoints())]
+        self._own += [
+            theirs
+            for run, theirs in others
+            if any(belongs(checkpoint, self.config) for checkpoint in run.dir.checkpoints())
+        ]
         self.bounds: list[tuple[int, int]] = []
         for start in range(cfg.start_idx, end, cfg.slice_size):
             after = min(start + cfg.slice_size, end)
             # the data may have grown since its last slice was trained: then only what is new is left
-            reached = max((e for run in self.runs(start) if (e := run.config.end_idx) < after and self.is_done(start, e)), default=start)
+            reached = max(
+                (e for run in self.runs(start) if (e := run.config.end_idx) < after and self.is_done(start, e)),
+                default=start,
+            )
             self.bounds += [(start, after)] if reached == start else [(start, reached), (reached, after)]
 
     def runs(self, start_idx: int | None = None) -> list[Run]:
         "Its runs, or those of the slice that begins at row `start_idx`, oldest first."
         found = [run for run in runs(self.folder) if start_idx is None or run.config.start_idx == start_idx]
-        mine = [run for run in found if any(not difference(fingerprint(run.config), own) for own in self._own)]  # another folder may have data of the same name
+        mine = [
+            run for run in found if any(not difference(fingerprint(run.config), own) for own in self._own)
+        ]  # another folder may have data of the same name
         return sorted(mine, key=lambda run: run.status.get("launched", 0))
 
     def is_done(self, start_idx: int, end_idx: int) -> bool:
@@ -101,13 +123,28 @@ class Slices:
             first_steps = [run.status["first_step"] for run in runs if "first_step" in run.status]
             last = max((run.status.get("step", 0) for run in runs), default=0)
             metrics = [m for m in merged if first_steps and min(first_steps) <= m["step"] <= last]
-            rows.append({
-                "slice": f"{start}-{end}", "state": "done" if self.is_done(start, end) else runs[-1].state if runs else "to do", "runs": len(runs),
-                "steps": last - min(first_steps) + 1 if metrics else 0, "first_loss": _mean_loss(metrics[:_SHOWN]), "last_loss": _mean_loss(metrics[-_SHOWN:]),
-                "skipped_steps": sum(run.status.get("skipped_steps", 0) for run in runs),
-                "minutes": round(sum(run.status["heartbeat"] - run.status.get("launched", run.status["heartbeat"]) for run in runs) / 60, 1),
-                "checkpoint": next((run.status["checkpoint"] for run in reversed(runs) if run.status.get("checkpoint")), None),
-            })
+            rows.append(
+                {
+                    "slice": f"{start}-{end}",
+                    "state": "done" if self.is_done(start, end) else runs[-1].state if runs else "to do",
+                    "runs": len(runs),
+                    "steps": last - min(first_steps) + 1 if metrics else 0,
+                    "first_loss": _mean_loss(metrics[:_SHOWN]),
+                    "last_loss": _mean_loss(metrics[-_SHOWN:]),
+                    "skipped_steps": sum(run.status.get("skipped_steps", 0) for run in runs),
+                    "minutes": round(
+                        sum(
+                            run.status["heartbeat"] - run.status.get("launched", run.status["heartbeat"])
+                            for run in runs
+                        )
+                        / 60,
+                        1,
+                    ),
+                    "checkpoint": next(
+                        (run.status["checkpoint"] for run in reversed(runs) if run.status.get("checkpoint")), None
+                    ),
+                }
+            )
         return rows
 
     def _cells(self) -> list[list[str]]:
@@ -117,7 +154,9 @@ class Slices:
     def __str__(self) -> str:
         cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        )
 
     __repr__ = __str__
 
@@ -134,7 +173,12 @@ class Slices:
         for start, end in self.bounds:
             first_steps = sorted({run.status["first_step"] for run in self.runs(start) if "first_step" in run.status})
             for number, step in enumerate(first_steps):
-                axes.axvline(step - 0.5, color="tab:gray" if number == 0 else "tab:red", linestyle="-" if number == 0 else ":", linewidth=1)
+                axes.axvline(
+                    step - 0.5,
+                    color="tab:gray" if number == 0 else "tab:red",
+                    linestyle="-" if number == 0 else ":",
+                    linewidth=1,
+                )
             if first_steps:
                 place = {"xycoords": ("data", "axes fraction"), "xytext": (3, -3), "textcoords": "offset points"}
                 axes.annotate(f"rows {start}-{end}", (first_steps[0], 1), va="top", fontsize=8, **place)
@@ -156,17 +200,25 @@ def run_slices(cfg: RunConfig) -> Slices:
     """
     slices, begun = Slices(cfg), time.monotonic()
     if not recipe().exists():
-        raise ConfigError(f"the recipe {recipe().name} is neither here, in {Path.cwd()}, nor in its folder nbs; get it from the project's nbs/train.ipynb.")
+        raise ConfigError(
+            f"the recipe {recipe().name} is neither here, in {Path.cwd()}, nor in its folder nbs; get it from the project's nbs/train.ipynb."
+        )
     slices.folder.mkdir(parents=True, exist_ok=True)
     _settle(slices)
     for start, end in slices.bounds:
         if slices.is_done(start, end):
             continue
         following = {"resume_file": "auto", "resume_scope": "all"}
-        if not any(run.dir.checkpoints() for run in slices.runs()):  # the first takes up what was asked for; all others go on from the series itself
-            named = [] if cfg.resume_file in ("auto", "none") else find_checkpoints(cfg)  # none of a checkpoint on the Hub
+        if not any(
+            run.dir.checkpoints() for run in slices.runs()
+        ):  # the first takes up what was asked for; all others go on from the series itself
+            named = (
+                [] if cfg.resume_file in ("auto", "none") else find_checkpoints(cfg)
+            )  # none of a checkpoint on the Hub
             following = {"resume_file": str(named[0]) if named else cfg.resume_file}
-        hours = {} if cfg.max_hours is None else {"max_hours": max(1e-3, cfg.max_hours - (time.monotonic() - begun) / 3600)}
+        hours = (
+            {} if cfg.max_hours is None else {"max_hours": max(1e-3, cfg.max_hours - (time.monotonic() - begun) / 3600)}
+        )
         settings = slices.config.replace(start_idx=start, end_idx=end, **hours, **following)
         interrupted = _run_one(slices, settings, slices.folder / f"slice-{start}-{end}.ipynb")
         save_png(slices.plot(), slices.folder / "loss.png")
@@ -180,7 +232,9 @@ def _settle(slices: Slices) -> None:
     deadline = time.monotonic() + _SETTLE_S
     while live := [run for run in slices.runs() if run.state in LIVE_STATES]:
         if time.monotonic() > deadline:
-            raise ConfigError(f"{live[0].name} is still {live[0].state}: the series is being run already. Stop it with Run({str(live[0].dir.path)!r}).stop().")
+            raise ConfigError(
+                f"{live[0].name} is still {live[0].state}: the series is being run already. Stop it with Run({str(live[0].dir.path)!r}).stop()."
+            )
         time.sleep(0.2)
 
 
@@ -191,15 +245,31 @@ def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
     log, before = notebook.with_suffix(".log"), len(slices.runs(settings.start_idx))
     with open(log, "w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PAPERMILL, str(os.getpid()), str(recipe()), str(notebook), "--no-progress-bar", *words],
-            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            [
+                sys.executable,
+                "-c",
+                _PAPERMILL,
+                str(os.getpid()),
+                str(recipe()),
+                str(notebook),
+                "--no-progress-bar",
+                *words,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     line, interrupted = LiveLine(), False
     number = f"slice {settings.start_idx}-{settings.end_idx}"
 
     def text() -> str:
         runs = slices.runs(settings.start_idx)[before:]
-        return progress_line(number, {**runs[-1].status, "state": runs[-1].state}, runs[-1].dir.recent_metrics(20)) if runs else f"{number}: starting"
+        return (
+            progress_line(number, {**runs[-1].status, "state": runs[-1].state}, runs[-1].dir.recent_metrics(20))
+            if runs
+            else f"{number}: starting"
+        )
 
     while process.poll() is None:
         try:
@@ -212,5 +282,9 @@ def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
     line.show(text, final=True)
     if process.returncode and not interrupted:
         failed = [run for run in slices.runs(settings.start_idx)[before:] if run.state == "failed"]
-        raise failed[-1].failure if failed else RunFailed(f"{notebook} failed. The end of its log, {log}:\n{tail(log, 25)}")
+        raise (
+            failed[-1].failure
+            if failed
+            else RunFailed(f"{notebook} failed. The end of its log, {log}:\n{tail(log, 25)}")
+        )
     return interrupted

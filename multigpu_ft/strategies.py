@@ -81,16 +81,25 @@ _AGENT_FIRST_S = 5  # the agent's watchdog knows which rank hangs; a collective'
 
 def join_world(cfg: RunConfig) -> World:
     "Join the process group that torchrun's environment variables describe; one that is there already is used as it is."
-    rank, local_rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    rank, local_rank, size = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
     nproc = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         if local_rank >= torch.cuda.device_count():
-            raise ConfigError(f"nproc={nproc}, but this machine has {(count := torch.cuda.device_count())} GPUs; one process needs one GPU: use nproc={count}.")
+            raise ConfigError(
+                f"nproc={nproc}, but this machine has {(count := torch.cuda.device_count())} GPUs; one process needs one GPU: use nproc={count}."
+            )
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=cfg.timeout_s + _AGENT_FIRST_S))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=cfg.timeout_s + _AGENT_FIRST_S),
+        )
     return World(rank, local_rank, size, device, size // nproc)
 
 # %% ../nbs/03_strategies.ipynb #f1f26c2b
@@ -168,12 +177,16 @@ def part_of(tensor: torch.Tensor) -> Part:
     per_rank = -(-tensor.shape[0] // mesh.size(shard))  # as torch.chunk cuts, and so FSDP
     first_row = min(tensor.shape[0], per_rank * mesh.get_coordinate()[shard])
     copy = mesh.get_coordinate()[0] if shard else 0  # the shards are the last dimension of the mesh
-    return Part(values, first_row * (tensor.numel() // max(1, tensor.shape[0])), list(tensor.shape), spread=True, copy=copy)
+    return Part(
+        values, first_row * (tensor.numel() // max(1, tensor.shape[0])), list(tensor.shape), spread=True, copy=copy
+    )
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
     "Whether the rows of `tensor` are on several ranks."
-    return hasattr(tensor, "placements") and any(p.is_shard() and tensor.device_mesh.size(i) > 1 for i, p in enumerate(tensor.placements))
+    return hasattr(tensor, "placements") and any(
+        p.is_shard() and tensor.device_mesh.size(i) > 1 for i, p in enumerate(tensor.placements)
+    )
 
 
 class SavedParts(Protocol):
@@ -198,7 +211,9 @@ class Single:
         self.cfg, self.world = cfg, world
         self.dtype = compute_dtype(cfg.dtype, world.device)
         self.loss_scale = LossScale(world.device, enabled=self.dtype == torch.float16)
-        self.window = True  # whether parameters stay whole, and gradients unreduced, from one micro-batch of a step to the next
+        self.window = (
+            True  # whether parameters stay whole, and gradients unreduced, from one micro-batch of a step to the next
+        )
         self._shards = 1  # ranks that a parameter is spread over
         self._finite = torch.tensor(True, device=world.device)
         self.skipped = torch.tensor(0, device=world.device)  # steps skipped because of a gradient that was not finite
@@ -223,15 +238,28 @@ class Single:
         "Have the tensors of `unit` on the device, of modules to `leave` excepted. Returns those that are to be let go when it is sharded."
         if self._streamed:
             # packed layers are checked while they are whole
-            return receive(unit, leave, self.world.device, self.world.rank, 1 if packed_layers(unit) and unit is not self.model else self._shards)
+            return receive(
+                unit,
+                leave,
+                self.world.device,
+                self.world.rank,
+                1 if packed_layers(unit) and unit is not self.model else self._shards,
+            )
         unit.to(self.world.device)
         return []
 
     def _fully_shard(self, model: nn.Module) -> nn.Module:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # with fsdp most of a second of imports that ddp does without
+        from torch.distributed.fsdp import (
+            MixedPrecisionPolicy,
+            fully_shard,
+        )  # with fsdp most of a second of imports that ddp does without
 
         mesh = self._make_mesh()
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32) if self.dtype != torch.float32 else MixedPrecisionPolicy()
+        policy = (
+            MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+            if self.dtype != torch.float32
+            else MixedPrecisionPolicy()
+        )
         self.model, blocks, done = model, transformer_blocks(model.model), set()
         whole = sum(p.numel() * (self.dtype.itemsize + 4 * p.requires_grad) for p in model.parameters())
         for unit in (*blocks, model):
@@ -240,7 +268,9 @@ class Single:
             # where a shard is the whole, what is frozen and has its dtype already needs no FSDP
             frozen = {p for p in unit.parameters() if not p.requires_grad} if self._shards == 1 else None
             # the root's inputs are token ids, and the factor of the loss, which must stay in fp32
-            fully_shard(unit, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=unit is not model), ignored_params=frozen)
+            fully_shard(
+                unit, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=unit is not model), ignored_params=frozen
+            )
             if outputs:
                 unit.unshard()
                 check_packed(unit, outputs)
@@ -249,7 +279,9 @@ class Single:
             if self._shards > 1 or self.world.device.type != "cpu":
                 let_go(originals)
                 trim_heap()
-        for block, after in zip(blocks, blocks[1:], strict=False):  # one block ahead, also where the CPU is no faster than the device
+        for block, after in zip(
+            blocks, blocks[1:], strict=False
+        ):  # one block ahead, also where the CPU is no faster than the device
             block.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([block])
         self.window = self._choose_window(whole)
@@ -261,7 +293,11 @@ class Single:
         from torch.distributed.device_mesh import init_device_mesh
 
         kind, size, names = self.world.device.type, self.world.size, ("replicate", "shard")
-        return init_device_mesh(kind, (size,)) if self._shards == size else init_device_mesh(kind, (size // self._shards, self._shards), mesh_dim_names=names)
+        return (
+            init_device_mesh(kind, (size,))
+            if self._shards == size
+            else init_device_mesh(kind, (size // self._shards, self._shards), mesh_dim_names=names)
+        )
 
     def _packed_outputs(self, unit: nn.Module) -> dict[str, torch.Tensor]:
         return packed_outputs(unit)
@@ -293,7 +329,9 @@ class Single:
         if hasattr(self.model, "set_requires_gradient_sync"):
             self.model.set_requires_gradient_sync(last or not self.window)
             if 1 < self._shards < self.world.size:
-                self.model.set_requires_all_reduce(last)  # between nodes once a step, also where each micro-batch is reduced within a node
+                self.model.set_requires_all_reduce(
+                    last
+                )  # between nodes once a step, also where each micro-batch is reduced within a node
             self.model.set_is_last_backward(last)
             self.model.set_reshard_after_backward(last or not self.window)
         yield
@@ -311,7 +349,9 @@ class Single:
         Returns the norm before, a scalar on the device, the same on every rank.
         """
         gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
-        squares = torch.stack([torch.linalg.vector_norm(g.float(), dim=-1).double().square().sum() for g in gradients]).sum()
+        squares = torch.stack(
+            [torch.linalg.vector_norm(g.float(), dim=-1).double().square().sum() for g in gradients]
+        ).sum()
         if self.world.size > 1:
             dist.all_reduce(squares)  # with whole gradients on every rank only to agree on infinities
             squares /= self.world.size // self._shards
@@ -329,7 +369,9 @@ class Single:
         skip = ~self._finite
         if self.cfg.optimizer == "adamw":
             inner = getattr(self.optimizer, "optimizer", self.optimizer)
-            inner.found_inf = skip.float()  # the fused kernel then leaves everything as it is, and the host need not know
+            inner.found_inf = (
+                skip.float()
+            )  # the fused kernel then leaves everything as it is, and the host need not know
             self.optimizer.step()
         elif not skip:
             self.optimizer.step()
@@ -373,7 +415,9 @@ class Single:
         held = {f"{name}/{key}": value for name, p in kept.items() if p in state for key, value in state[p].items()}
         tensors = {f"model/{name}": p.detach() for name, p in kept.items()}
         tensors |= {f"optimizer/{name}": value for name, value in held.items() if torch.is_tensor(value)}
-        return {name: part_of(tensor) for name, tensor in tensors.items()}, {name: value for name, value in held.items() if not torch.is_tensor(value)}
+        return {name: part_of(tensor) for name, tensor in tensors.items()}, {
+            name: value for name, value in held.items() if not torch.is_tensor(value)
+        }
 
     def load_parts(self, saved: "SavedParts", numbers: dict[str, Any], optimizer: bool) -> None:
         "Take up what `state_parts` told, of whatever strategy and number of ranks; without `optimizer` the model only. A collective."
@@ -385,7 +429,12 @@ class Single:
         names = {p: name for name, p in kept.items()}
         groups, state, count = [], {}, 0
         for group in self.optimizer.param_groups:
-            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(range(count, count + len(group["params"])))})
+            groups.append(
+                {
+                    **{k: v for k, v in group.items() if k != "params"},
+                    "params": list(range(count, count + len(group["params"]))),
+                }
+            )
             for p in group["params"]:
                 if mine := self._saved_state(p, names[p], saved, numbers):
                     state[count] = mine
@@ -415,11 +464,19 @@ class DDP(Single):
     def _wrap(self, model: nn.Module) -> nn.Module:
         device = self.world.device
         # buffers never change in training; the option not to send them around was renamed in torch 2.13
-        keep_buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
+        keep_buffers = (
+            "forward_sync_buffers"
+            if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+            else "broadcast_buffers"
+        )
         self._place(model, set())
         # weights are everybody's already: sent by rank 0, or read from the same files and drawn from the same seed
         return DistributedDataParallel(
-            model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True, init_sync=False, **{keep_buffers: False}
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+            **{keep_buffers: False},
         )
 
     @contextmanager

@@ -38,7 +38,13 @@ class Loaded:
     "A model on all ranks, with the weights of the base or of one fine-tuned model at a time."
 
     def __init__(
-        self, cfg: RunConfig, world: World, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None, quantization: str, adapter: Subject | None
+        self,
+        cfg: RunConfig,
+        world: World,
+        tokenizer: PreTrainedTokenizerBase,
+        label_names: list[str] | None,
+        quantization: str,
+        adapter: Subject | None,
     ) -> None:
         self.world, self.tokenizer, self.dtype = world, tokenizer, compute_dtype(cfg.dtype, world.device)
         shell = load_shell(cfg, tokenizer, label_names, self.dtype).requires_grad_(False)
@@ -46,7 +52,9 @@ class Loaded:
         fits = world.max(float(needed > _FILLED * free_bytes(world.device))) == 0
         self.sharded = cfg.strategy == "fsdp" or (cfg.strategy == "auto" and not fits and world.size > 1)
         if self.sharded and quantization == "8bit":
-            raise ModelError(f"{cfg.model} in 8 bit takes {needed / 2**30:.1f} GiB, and 8-bit weights do not survive being spread over GPUs by fsdp.")
+            raise ModelError(
+                f"{cfg.model} in 8 bit takes {needed / 2**30:.1f} GiB, and 8-bit weights do not survive being spread over GPUs by fsdp."
+            )
         model, streamed = load_base(cfg, world, tokenizer, label_names, self.dtype, quantization, self.sharded)
         if streamed and model.can_generate():  # rank 0 has read what the model recommends for generation
             settings = [model.generation_config if world.is_main else None]
@@ -92,14 +100,20 @@ class Loaded:
             for name, parameter in self.model.named_parameters():
                 if not parameter.requires_grad:
                     continue
-                key = name.replace(".modules_to_save.default", "").replace(".default", "")  # as peft names what it saves
+                key = name.replace(".modules_to_save.default", "").replace(
+                    ".default", ""
+                )  # as peft names what it saves
                 shape = file.get_slice(key).get_shape() if key in names else None
                 if shape != list(parameter.shape):
                     have = f"has shape {shape}" if shape is not None else "is not in it"
-                    raise CheckpointError(f"{subject.path} is no adapter of this model: {key} {have}, the model's has shape {list(parameter.shape)}.")
+                    raise CheckpointError(
+                        f"{subject.path} is no adapter of this model: {key} {have}, the model's has shape {list(parameter.shape)}."
+                    )
                 whole = file.get_tensor(key).to(self.world.device, self.dtype)
                 sharded = isinstance(parameter, DTensor)
-                parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements) if sharded else whole)
+                parameter.copy_(
+                    distribute_tensor(whole, parameter.device_mesh, parameter.placements) if sharded else whole
+                )
 
     def is_zero(self) -> bool:
         "Whether it has LoRA matrices that are all zero. A collective."
@@ -117,7 +131,9 @@ class Loaded:
 
         two = [texts[int(i)] for i in np.argsort(-texts.lengths, kind="stable")[:2]]
         with evaluating(core):
-            fine = self_check(losses_of, two if len(two) == 2 else two * 2, texts.pad_id, self.dtype, cfg.max_length, masks=False)["chunked"]
+            fine = self_check(
+                losses_of, two if len(two) == 2 else two * 2, texts.pad_id, self.dtype, cfg.max_length, masks=False
+            )["chunked"]
         core.chunked = self.world.max(float(not fine)) == 0
 
 
@@ -145,7 +161,12 @@ def place_of(subject: Subject | None) -> tuple[str, ...]:
 
 
 def load_holder(
-    base: RunConfig, holder: Subject | None, world: World, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None, quantization: str
+    base: RunConfig,
+    holder: Subject | None,
+    world: World,
+    tokenizer: PreTrainedTokenizerBase,
+    label_names: list[str] | None,
+    quantization: str,
 ) -> Loaded:
     "Memory for `holder`: the base with an adapter like its own, its own weights if it is an export of all of them, or else the base."
     if holder and holder.has_adapter:

@@ -38,7 +38,8 @@ def _sync_wandb(run: Run) -> dict[str, Any]:
 
 
 _SERVICES = {  # name: whether a configuration uses it, and what sends
-    "hub": (lambda cfg: bool(cfg.hf_repo), _sync_hub), "wandb": (lambda cfg: "wandb" in cfg.trackers, _sync_wandb),
+    "hub": (lambda cfg: bool(cfg.hf_repo), _sync_hub),
+    "wandb": (lambda cfg: "wandb" in cfg.trackers, _sync_wandb),
 }
 
 
@@ -50,9 +51,13 @@ def sync(run: Run | str | Path) -> dict[str, Any]:
     run = run if isinstance(run, Run) else Run(run)
     services = {name: send for name, (uses, send) in _SERVICES.items() if uses(run.config)}
     if not services:
-        raise ConfigError(f"{run.name} sends nothing anywhere: it was started without hf_repo and without tracker='wandb'.")
+        raise ConfigError(
+            f"{run.name} sends nothing anywhere: it was started without hf_repo and without tracker='wandb'."
+        )
     if run.state in LIVE_STATES:
-        raise ConfigError(f"{run.name} is {run.state} and uploads by itself; wait for its end, or stop it with Run({str(run.dir.path)!r}).stop().")
+        raise ConfigError(
+            f"{run.name} is {run.state} and uploads by itself; wait for its end, or stop it with Run({str(run.dir.path)!r}).stop()."
+        )
     use_secrets()
     done, errors = {}, []
     for name, send in services.items():

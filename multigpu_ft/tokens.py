@@ -50,7 +50,9 @@ class TokenizedTexts:
         self._segments = np.concatenate([text.segments for text in texts]) if texts[0].segments is not None else None
         self.labels = np.array([text.label for text in texts]) if texts[0].label is not None else None
         # what counts in the loss: labels, or tokens that are predicted; the first one has nothing to be predicted from
-        self.targets = np.array([1 if t.label is not None else len(t) - 1 if t.learnt is None else t.learnt[1:].sum() for t in texts])
+        self.targets = np.array(
+            [1 if t.label is not None else len(t) - 1 if t.learnt is None else t.learnt[1:].sum() for t in texts]
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -58,7 +60,9 @@ class TokenizedTexts:
     def __getitem__(self, index: int) -> Text:
         here = slice(self._ends[index] - self.lengths[index], self._ends[index])
         return Text(
-            self._ids[here], None if self._learnt is None else self._learnt[here], None if self.labels is None else int(self.labels[index]),
+            self._ids[here],
+            None if self._learnt is None else self._learnt[here],
+            None if self.labels is None else int(self.labels[index]),
             None if self._segments is None else self._segments[here],
         )
 
@@ -114,6 +118,7 @@ def _common(*texts: str) -> int:
 
 def assistant_spans(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
     "The conversation as text, and from which character to which the assistant speaks in it."
+
     def write(turns: list[dict[str, Any]], **settings: Any) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, **_SETTINGS, **settings)
 
@@ -139,17 +144,23 @@ def asking(messages: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> s
 
 def opening(messages: list[dict[str, Any]], tokenizer: Any) -> str:
     "The conversation up to the assistant's first turn, as text that asks for that turn."
-    return asking(messages[: next(number for number, message in enumerate(messages) if message["role"] == "assistant")], tokenizer)
+    return asking(
+        messages[: next(number for number, message in enumerate(messages) if message["role"] == "assistant")], tokenizer
+    )
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    return set(tokenizer.all_special_ids) | {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return set(tokenizer.all_special_ids) | {
+        number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
 
 
 def _read_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[int], np.ndarray]:
     "Token ids, and which of them the assistant says."
     if _MARKED.search(tokenizer.get_chat_template()):
-        made = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **_SETTINGS)
+        made = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **_SETTINGS
+        )
         return made["input_ids"], np.array(made["assistant_masks"], bool)
     text, spans = assistant_spans(messages, tokenizer)
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -171,7 +182,9 @@ def _read_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[
 def closing_token(tokenizer: Any) -> int | None:
     "The special token with which the tokenizer's chat template ends what the assistant says, if there is one."
     try:
-        ids, learnt = _read_conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer)
+        ids, learnt = _read_conversation(
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer
+        )
     except Exception:  # jinja's, or of a tokenizer that knows no characters
         return None
     last = int(np.array(ids)[learnt][-1]) if learnt.any() else None
@@ -184,7 +197,9 @@ def tokenize_chats(chats: list[list[dict[str, Any]]], tokenizer: Any, max_length
     Raises `ModelError` for a tokenizer without a template or without offsets, `DataError` for a conversation that its template refuses, or if nothing that
     the assistant says is within `max_length`."""
     if not getattr(tokenizer, "chat_template", None):
-        raise ModelError("the tokenizer has no chat template; take the model's chat variant (its name often ends in Instruct or Chat), or task='causal-lm'.")
+        raise ModelError(
+            "the tokenizer has no chat template; take the model's chat variant (its name often ends in Instruct or Chat), or task='causal-lm'."
+        )
     if not tokenizer.is_fast:
         raise ModelError(
             f"{type(tokenizer).__name__} does not tell which characters a token stands for, so the assistant's turns cannot be found; use a fast tokenizer."
@@ -194,11 +209,15 @@ def tokenize_chats(chats: list[list[dict[str, Any]]], tokenizer: Any, max_length
         try:
             ids, learnt = _read_conversation(messages, tokenizer)
         except Exception as error:  # jinja's, or whatever the template raises
-            raise DataError(f"conversation {number} of the slice: the model's chat template refuses it ({str(error).splitlines()[0][:200]}).") from error
+            raise DataError(
+                f"conversation {number} of the slice: the model's chat template refuses it ({str(error).splitlines()[0][:200]})."
+            ) from error
         found.append(Text(np.array(ids[:max_length], np.int32), learnt[:max_length]))
     texts = TokenizedTexts(found, _pad_id(tokenizer))
     if not texts.targets.any():
-        raise DataError(f"nothing that the assistant says is within the first max_length={max_length} tokens of a conversation; raise max_length.")
+        raise DataError(
+            f"nothing that the assistant says is within the first max_length={max_length} tokens of a conversation; raise max_length."
+        )
     return texts
 
 

@@ -79,7 +79,11 @@ def logged_steps(path: Path) -> list[int]:
     found = []
     for r in _wandb_records(path):
         if r.HasField("history"):
-            found += [int(item.value_json) for item in r.history.item if item.key == "_step" or list(item.nested_key) == ["_step"]]
+            found += [
+                int(item.value_json)
+                for item in r.history.item
+                if item.key == "_step" or list(item.nested_key) == ["_step"]
+            ]
     return found
 
 
@@ -128,9 +132,24 @@ def _in_netrc(host: str) -> bool:
 _PROBE_S, _INIT_S, _FINISH_S = 3, 20, 10
 _PATIENT_S = 120  # where no GPU waits; W&B's own process alone may take a minute to start on a busy machine
 _PRIVATE = {  # that nothing goes to W&B or its files but what we log; names that a version of W&B does not know are left out
-    "silent": True, "console": "off", "save_code": False, "disable_code": True, "disable_git": True, "disable_job_creation": True, "x_disable_meta": True,
-    "x_disable_stats": True, "x_disable_machine_info": True, "x_save_requirements": False, "host": "", "username": "", "program": "", "symlink": False,
-    "x_transaction_log_flush_interval": 1.0, "init_timeout": _INIT_S, "x_service_wait": _INIT_S, "finish_timeout": _FINISH_S,
+    "silent": True,
+    "console": "off",
+    "save_code": False,
+    "disable_code": True,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+    "host": "",
+    "username": "",
+    "program": "",
+    "symlink": False,
+    "x_transaction_log_flush_interval": 1.0,
+    "init_timeout": _INIT_S,
+    "x_service_wait": _INIT_S,
+    "finish_timeout": _FINISH_S,
 }
 
 
@@ -150,9 +169,18 @@ def _init(run_dir: RunDir, line: str, config: dict[str, Any], mode: str, **setti
     wanted = {**_PRIVATE, "stop_fn": run_dir.request_stop, **settings}  # W&B's page has a button to stop a run
     cfg = run_dir.config()
     return wandb.init(
-        mode=mode, dir=run_dir.path, id=line, resume="allow", reinit="create_new", project=os.environ.get("WANDB_PROJECT") or "multigpu_ft",
-        name=run_dir.name, group=f"{short_name(cfg.model)} {short_name(cfg.dataset)}", config=config,
-        settings=wandb.Settings(**{name: value for name, value in wanted.items() if name in wandb.Settings.model_fields}),
+        mode=mode,
+        dir=run_dir.path,
+        id=line,
+        resume="allow",
+        reinit="create_new",
+        project=os.environ.get("WANDB_PROJECT") or "multigpu_ft",
+        name=run_dir.name,
+        group=f"{short_name(cfg.model)} {short_name(cfg.dataset)}",
+        config=config,
+        settings=wandb.Settings(
+            **{name: value for name, value in wanted.items() if name in wandb.Settings.model_fields}
+        ),
     )
 
 
@@ -175,8 +203,23 @@ def _in_short(error: BaseException) -> str:
 class Wandb:
     "W&B's part of `line`, from where it stands after `step` steps. `roots` are the folders that hold the line's runs."
 
-    def __init__(self, run_dir: RunDir, line: str, step: int, config: dict[str, Any], earlier: Callable[[], list[dict[str, Any]]], roots: list[Path]) -> None:
-        self._run_dir, self._line, self._has, self._config, self._earlier, self._roots = run_dir, line, step, config, earlier, roots
+    def __init__(
+        self,
+        run_dir: RunDir,
+        line: str,
+        step: int,
+        config: dict[str, Any],
+        earlier: Callable[[], list[dict[str, Any]]],
+        roots: list[Path],
+    ) -> None:
+        self._run_dir, self._line, self._has, self._config, self._earlier, self._roots = (
+            run_dir,
+            line,
+            step,
+            config,
+            earlier,
+            roots,
+        )
         self._todo: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._exit_code = 0
         self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()  # from the thread, for the user
@@ -191,7 +234,12 @@ class Wandb:
             import wandb
 
             if step > self._has:  # the numbers of the step follow, and conclude it
-                run.log({name: wandb.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()}, step=step, commit=False)
+                run.log(
+                    {name: wandb.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()},
+                    step=step,
+                    commit=False,
+                )
+
         self._later(log)
 
     def log_checkpoint(self, path: Path, step: int) -> None:
@@ -204,11 +252,14 @@ class Wandb:
             if not path.exists():  # deleted by now, in favour of a newer one
                 return
             try:
-                artifact = wandb.Artifact(f"checkpoints-{self._line}", type="model", metadata={"step": step, "files": files})
+                artifact = wandb.Artifact(
+                    f"checkpoints-{self._line}", type="model", metadata={"step": step, "files": files}
+                )
                 artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
                 run.log_artifact(artifact, aliases=["latest", path.name])
             except Exception as error:  # the curve is worth more
                 self.remarks.put(f"checkpoint {path.name} is no artifact of W&B: {_in_short(error)}")
+
         self._later(log)
 
     def _later(self, job: Callable[[Any], None]) -> None:
@@ -239,7 +290,9 @@ class Wandb:
 
     def _start(self) -> Any:
         wandb = _import_wandb()
-        line_files = [path for run in runs_of(self._line, *self._roots) for path in run.path.glob("wandb/*run-*/*.wandb")]
+        line_files = [
+            path for run in runs_of(self._line, *self._roots) for path in run.path.glob("wandb/*run-*/*.wandb")
+        ]
         reason, run = _why_offline(wandb.setup(wandb.Settings(silent=True)).settings, _PROBE_S), None
         if not reason:
             try:
@@ -250,7 +303,9 @@ class Wandb:
         if reason:
             has = max((step for path in line_files for step in logged_steps(path)), default=0)
             run = _init(self._run_dir, self._line, self._config, "offline")
-            self.remarks.put(f"W&B is offline ({reason}). To upload the run later: multigpu-ft sync {self._run_dir.path}")
+            self.remarks.put(
+                f"W&B is offline ({reason}). To upload the run later: multigpu-ft sync {self._run_dir.path}"
+            )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         for record in self._earlier() if has < self._has else ():
@@ -284,11 +339,15 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
     check_trackers(cfg)
     wandb = _import_wandb()
     if reason := _why_offline(wandb.setup(wandb.Settings(silent=True)).settings, _INIT_S):
-        remedy = "Put a key in WANDB_API_KEY or use `wandb login`, look for the network, unset WANDB_MODE, and try again"
+        remedy = (
+            "Put a key in WANDB_API_KEY or use `wandb login`, look for the network, unset WANDB_MODE, and try again"
+        )
         raise ConfigError(f"nothing was uploaded to W&B: {reason}. {remedy}.")
     records = earlier_metrics(run_dir, max((m["step"] for m in run_dir.metrics()), default=0))
     launched = status.get("launched", 0)
-    earlier = [run for run in runs_of(status["line"], run_dir.path.parent) if run.status().get("launched", 0) <= launched]
+    earlier = [
+        run for run in runs_of(status["line"], run_dir.path.parent) if run.status().get("launched", 0) <= launched
+    ]
     files = {path: logged_steps(path) for run in earlier for path in _wandb_files(run) if not _is_synced(path)}
     waiting: list[Path] = []
     taken: list[Path] = []
@@ -299,28 +358,42 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
 
     def the_rest(has: int) -> list[dict[str, Any]]:
         if taken and has < (last := files[taken[-1]][-1]):  # their histograms are nowhere else
-            raise RuntimeError(f"after `wandb sync` it has {has} of {last} steps: {(said.splitlines() or ['it said nothing'])[-1]}")
+            raise RuntimeError(
+                f"after `wandb sync` it has {has} of {last} steps: {(said.splitlines() or ['it said nothing'])[-1]}"
+            )
         return [r for r in records if r["step"] > has] if taken == waiting else []
 
     try:
         made_up = _upload(run_dir, status["line"], before_the_files)
         for path in waiting:  # one by one: of a file that a kill cut short W&B uploads what there is, calls that a failure, and looks at no further one
             command = [sys.executable, "-m", "wandb", "sync", str(path.parent)]
-            done = subprocess.run(command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+            done = subprocess.run(
+                command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+            )
             said = done.stderr.strip()
             taken.append(path)
             if done.returncode and taken != waiting:
                 _upload(run_dir, status["line"], the_rest)
         made_up += _upload(run_dir, status["line"], the_rest)
     except Exception as error:
-        raise ConfigError(f"W&B did not take the run: {_in_short(error)}. Look for the key (WANDB_API_KEY) and the network, and try again.") from None
+        raise ConfigError(
+            f"W&B did not take the run: {_in_short(error)}. Look for the key (WANDB_API_KEY) and the network, and try again."
+        ) from None
     _mark_synced(list(files))
     return [path.parent.name for path in waiting] + made_up
 
 
 def _upload(run_dir: RunDir, line: str, choose: Callable[[int], list[dict[str, Any]]]) -> list[str]:
     "Log what `choose` says, given the last step that W&B has. Returns that in words."
-    run = _init(run_dir, line, _settings(run_dir), "online", finish_timeout=0.0, init_timeout=_PATIENT_S, x_service_wait=_PATIENT_S)
+    run = _init(
+        run_dir,
+        line,
+        _settings(run_dir),
+        "online",
+        finish_timeout=0.0,
+        init_timeout=_PATIENT_S,
+        x_service_wait=_PATIENT_S,
+    )
     try:
         records = choose(max(0, run.starting_step - 1))
         for record in records:
@@ -336,7 +409,9 @@ _AFTER_FAILURE_S = 3  # the agent gives the ranks 6
 class Trackers:
     "W&B and TensorBoard, as far as they are wanted: none on ranks other than the main one."
 
-    def __init__(self, tensorboard: TensorBoard | None = None, wandb: Wandb | None = None, artifacts: bool = False) -> None:
+    def __init__(
+        self, tensorboard: TensorBoard | None = None, wandb: Wandb | None = None, artifacts: bool = False
+    ) -> None:
         self._tensorboard, self._wandb, self._artifacts = tensorboard, wandb, artifacts
         self._remarks: list[str] = []
 
@@ -346,7 +421,15 @@ class Trackers:
 
         Only for the main rank, which also writes the line's name into checkpoints."""
         step = progress.step
-        line, remark = choose_line(run_dir, cfg, checkpoint, progress.line, step, [progress.start_idx, progress.end_idx], progress.order["rows_a_step"])
+        line, remark = choose_line(
+            run_dir,
+            cfg,
+            checkpoint,
+            progress.line,
+            step,
+            [progress.start_idx, progress.end_idx],
+            progress.order["rows_a_step"],
+        )
         progress.line = line
         with suppress(OSError):  # a full disk
             run_dir.update_status(line=line)
@@ -362,7 +445,9 @@ class Trackers:
         if "tensorboard" in cfg.trackers:
             folder = roots[0] / "tensorboard" / line
             with trackers._or_remark():
-                if not folder.exists() and (kept := roots[-1] / "tensorboard" / line).is_dir():  # of an earlier session, with its histograms
+                if (
+                    not folder.exists() and (kept := roots[-1] / "tensorboard" / line).is_dir()
+                ):  # of an earlier session, with its histograms
                     shutil.copytree(kept, folder)
                 trackers._tensorboard = TensorBoard(folder, step, settings, earlier)
         if "wandb" in cfg.trackers:
@@ -376,7 +461,9 @@ class Trackers:
             yield
         except Exception as error:
             self._tensorboard = None
-            self._remarks.append(f"TensorBoard is off for the rest of this run ({_in_short(error)}); metrics.jsonl goes on")
+            self._remarks.append(
+                f"TensorBoard is off for the rest of this run ({_in_short(error)}); metrics.jsonl goes on"
+            )
 
     def log(self, record: dict[str, Any]) -> list[str]:
         "Hand on a line of metrics.jsonl. Returns what the user should know."

@@ -36,7 +36,9 @@ class Tracker:
         self._last_heartbeat = time.monotonic()
         self._unwritten = ""  # lines that a full disk had no room for
         self._remarks: list[str] = run_dir.status().get("remarks", [])
-        self.hand_on: Callable[[dict[str, Any]], list[str]] = lambda record: []  # to other trackers; returns what the user should know
+        self.hand_on: Callable[[dict[str, Any]], list[str]] = (
+            lambda record: []
+        )  # to other trackers; returns what the user should know
 
     def log(self, record: dict[str, Any]) -> None:
         "Append `record` to metrics.jsonl, as one line in one write. A number that is not finite becomes null: JSON has no other word for it."
@@ -116,7 +118,11 @@ class Stopwatch:
 
 def peak_memory(device: torch.device) -> int:
     "Most bytes this process has held at once: allocated on its GPU, or resident in the host's memory."
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (
+        torch.cuda.max_memory_allocated(device)
+        if device.type == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
 
 # %% ../nbs/05_tracking.ipynb #28ad65e8
 def flops_per_token(model: nn.Module, mean_length: float) -> float:
@@ -126,7 +132,9 @@ def flops_per_token(model: nn.Module, mean_length: float) -> float:
     head = model.get_output_embeddings()
     looked_up -= {id(p) for p in head.parameters()} if head else set()
     multiplied = [(count, p.requires_grad) for p, count in count_weights(model) if id(p) not in looked_up]
-    attention = 12 * getattr(model.config, "num_hidden_layers", 0) * getattr(model.config, "hidden_size", 0) * mean_length / 2
+    attention = (
+        12 * getattr(model.config, "num_hidden_layers", 0) * getattr(model.config, "hidden_size", 0) * mean_length / 2
+    )
     return sum(count * (6 if trained else 4) for count, trained in multiplied) + attention
 
 
@@ -148,7 +156,11 @@ class Interval:
 
     def add(self, step: Step, loss: torch.Tensor) -> None:
         self._steps, self._tokens = self._steps + 1, self._tokens + step.tokens
-        self._targets, self._cells, self._loss = self._targets + step.targets, self._cells + step.cells, self._loss + loss
+        self._targets, self._cells, self._loss = (
+            self._targets + step.targets,
+            self._cells + step.cells,
+            self._loss + loss,
+        )
 
     def measure(self, watch: Stopwatch, flops_a_token: float) -> dict[str, Any]:
         "The measured part of the line. Waits for the GPU. A collective."
@@ -158,10 +170,16 @@ class Interval:
         seconds = time.perf_counter() - self._started
         tokens_per_second, best = self._tokens / seconds, peak_flops(device, strategy.dtype)
         return {
-            "loss": sum(loss for loss, _ in ranks) / max(1, self._targets), "tokens_per_second": round(tokens_per_second, 1),
-            "padding": round(1 - self._tokens / self._cells, 4), "step_s": round(seconds / self._steps, 4),
-            **{f"{phase}_s": round(spent.get(phase, 0.0) / self._steps, 4) for phase in ("data", "forward_backward", "communication", "optimizer")},
+            "loss": sum(loss for loss, _ in ranks) / max(1, self._targets),
+            "tokens_per_second": round(tokens_per_second, 1),
+            "padding": round(1 - self._tokens / self._cells, 4),
+            "step_s": round(seconds / self._steps, 4),
+            **{
+                f"{phase}_s": round(spent.get(phase, 0.0) / self._steps, 4)
+                for phase in ("data", "forward_backward", "communication", "optimizer")
+            },
             "peak_memory_gib": [round(peak / 2**30, 3) for _, peak in ranks],
             "mfu": round(flops_a_token * tokens_per_second / (best * strategy.world.size), 4) if best else None,
-            "skipped_steps": int(strategy.skipped), **({"loss_scale": strategy.loss_scale.value.item()} if strategy.loss_scale.enabled else {}),
+            "skipped_steps": int(strategy.skipped),
+            **({"loss_scale": strategy.loss_scale.value.item()} if strategy.loss_scale.enabled else {}),
         }

@@ -131,8 +131,27 @@ _COLORS = {"ddp": "#0072b2", "full_shard": "#d55e00", "shard_grad_op": "#cc79a7"
 class Communication:
     "What each layout sends on each number of nodes, as a list of `costs`; `shape` is what it was computed from. Shows as a table and a picture."
 
-    def __init__(self, config: RunConfig, shape: Shape, gpu: GPU, gpus: int, link: float, network: float, mfu: float, costs: list[Cost]) -> None:
-        self.config, self.shape, self.gpu, self.gpus, self.link, self.network, self.mfu, self.costs = config, shape, gpu, gpus, link, network, mfu, costs
+    def __init__(
+        self,
+        config: RunConfig,
+        shape: Shape,
+        gpu: GPU,
+        gpus: int,
+        link: float,
+        network: float,
+        mfu: float,
+        costs: list[Cost],
+    ) -> None:
+        self.config, self.shape, self.gpu, self.gpus, self.link, self.network, self.mfu, self.costs = (
+            config,
+            shape,
+            gpu,
+            gpus,
+            link,
+            network,
+            mfu,
+            costs,
+        )
 
     def of(self, layout: str) -> list[Cost]:
         return [cost for cost in self.costs if cost.layout == layout]
@@ -162,19 +181,39 @@ class Communication:
         for layout in dict.fromkeys(cost.layout for cost in self.costs):
             upto = self.pays_up_to(layout)
             some = "on 1 node only" if upto == 1 else f"up to {upto} nodes"
-            where = "on no number of nodes" if upto is None else some if upto < most else f"on all of them, up to {most} nodes"
+            where = (
+                "on no number of nodes"
+                if upto is None
+                else some
+                if upto < most
+                else f"on all of them, up to {most} nodes"
+            )
             room = [cost.nodes for cost in self.of(layout) if self.fits(cost)]
-            least = "" if room and room[0] == self.of(layout)[0].nodes else f"; has room from {room[0]} nodes on" if room else "; has room on none of them"
+            least = (
+                ""
+                if room and room[0] == self.of(layout)[0].nodes
+                else f"; has room from {room[0]} nodes on"
+                if room
+                else "; has room on none of them"
+            )
             said.append(f"{layout}: {_WORTH:.0%} of the GPUs' speed or more {where}{least}")
         names = {cost.layout for cost in self.costs}
         if {"hybrid_shard", "full_shard"} <= names:
             first = self.crossing()
-            said.append(f"hybrid_shard is faster than full_shard from {first} nodes on" if first else "hybrid_shard is nowhere faster than full_shard")
+            said.append(
+                f"hybrid_shard is faster than full_shard from {first} nodes on"
+                if first
+                else "hybrid_shard is nowhere faster than full_shard"
+            )
         return said
 
     @property
     def assumptions(self) -> str:
-        how = "once a step" if self.shape.window or self.shape.micro_batches == 1 else f"for each of {self.shape.micro_batches} micro-batches"
+        how = (
+            "once a step"
+            if self.shape.window or self.shape.micro_batches == 1
+            else f"for each of {self.shape.micro_batches} micro-batches"
+        )
         return (
             f"{self.shape.parameters / 1e9:.2f} billion parameters, {self.shape.trainable / 1e9:.2f} trained, gathered {how} in {self.shape.width} bytes, "
             f"gradients in 4; {self.shape.tokens:,} tokens a GPU and step at {self.mfu:.0%} of {self.gpu.name}'s {self.gpu.flops / 1e12:,.0f} TFLOPS; "
@@ -185,9 +224,16 @@ class Communication:
         "A row for each layout and number of nodes."
         return [
             {
-                "layout": c.layout, "nodes": c.nodes, "GB inside": round(c.inside / 1e9, 2), "GB between": round(c.between / 1e9, 2),
-                "ms communicating": round(1e3 * c.communicating, 1), "ms computing": round(1e3 * c.computing, 1), "not hidden": round(c.exposed, 3),
-                "efficiency": round(c.efficiency, 3), "state GiB": round(c.state / _GIB, 1), "has room": self.fits(c),
+                "layout": c.layout,
+                "nodes": c.nodes,
+                "GB inside": round(c.inside / 1e9, 2),
+                "GB between": round(c.between / 1e9, 2),
+                "ms communicating": round(1e3 * c.communicating, 1),
+                "ms computing": round(1e3 * c.computing, 1),
+                "not hidden": round(c.exposed, 3),
+                "efficiency": round(c.efficiency, 3),
+                "state GiB": round(c.state / _GIB, 1),
+                "has room": self.fits(c),
             }
             for c in self.costs
         ]
@@ -204,7 +250,10 @@ class Communication:
     def _repr_html_(self) -> str:
         rows, cell = self.table(), "text-align:right;padding:1px 10px 1px 0;font-variant-numeric:tabular-nums"
         head = "".join(f'<th style="{cell}">{escape(name)}</th>' for name in rows[0])
-        body = "".join("<tr>" + "".join(f'<td style="{cell}">{escape(str(value))}</td>' for value in row.values()) + "</tr>" for row in rows)
+        body = "".join(
+            "<tr>" + "".join(f'<td style="{cell}">{escape(str(value))}</td>' for value in row.values()) + "</tr>"
+            for row in rows
+        )
         picture = base64.b64encode(png_bytes(self.plot())).decode()
         said = "".join(f"<li>{escape(line)}</li>" for line in self.lines)
         return (
@@ -223,19 +272,40 @@ class Communication:
             costs, color = self.of(layout), _COLORS[layout]
             nodes = [cost.nodes for cost in costs]
             for axes, values, style in (
-                (share, [100 * cost.exposed for cost in costs], "-"), (sent, [cost.inside / 1e9 for cost in costs], "-"),
+                (share, [100 * cost.exposed for cost in costs], "-"),
+                (sent, [cost.inside / 1e9 for cost in costs], "-"),
                 (sent, [cost.between / 1e9 or float("nan") for cost in costs], ":"),
             ):
                 axes.plot(nodes, values, style, color=color, linewidth=1.6, label=layout if axes is share else None)
                 for at, value, cost in zip(nodes, values, costs, strict=True):
-                    axes.plot([at], [value], "o", color=color, markersize=5, markerfacecolor=color if self.fits(cost) else "white")
+                    axes.plot(
+                        [at],
+                        [value],
+                        "o",
+                        color=color,
+                        markersize=5,
+                        markerfacecolor=color if self.fits(cost) else "white",
+                    )
         share.axhline(100 * (1 - _WORTH), color="#7a7a7a", linewidth=1, linestyle="--")
-        share.annotate(f"{_WORTH:.0%} efficiency", (1, 100 * (1 - _WORTH)), (0, 3), textcoords="offset points", fontsize=8, color="#555555")
+        share.annotate(
+            f"{_WORTH:.0%} efficiency",
+            (1, 100 * (1 - _WORTH)),
+            (0, 3),
+            textcoords="offset points",
+            fontsize=8,
+            color="#555555",
+        )
         share.set(ylabel="% of a step, not hidden", ylim=(0, max(30, 104 * max(cost.exposed for cost in self.costs))))
         sent.set_ylabel("GB a GPU sends in a step")
         sent.set_yscale("log", base=2)
         sent.yaxis.set_major_formatter("{x:g}")
-        sent.annotate("solid: inside a node   dotted: between nodes", (0.02, 1.01), xycoords="axes fraction", fontsize=8, color="#555555")
+        sent.annotate(
+            "solid: inside a node   dotted: between nodes",
+            (0.02, 1.01),
+            xycoords="axes fraction",
+            fontsize=8,
+            color="#555555",
+        )
         for axes in (share, sent):
             axes.set_xscale("log", base=2)
             ticks = sorted({cost.nodes for cost in self.costs})
@@ -243,14 +313,22 @@ class Communication:
             axes.set_xlabel(f"nodes of {self.gpus} x {self.gpu.name}")
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(labelsize=9)
-        figure.suptitle(f"{Path(self.config.model).name}: {self.network * 8 / 1e9:g} Gb/s a GPU between nodes", fontsize=10)
+        figure.suptitle(
+            f"{Path(self.config.model).name}: {self.network * 8 / 1e9:g} Gb/s a GPU between nodes", fontsize=10
+        )
         figure.legend(*share.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
         return figure
 
 # %% ../nbs/09h_traffic.ipynb #da5b38ec
 def communication(
-    cfg: RunConfig, nodes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64), gpus: int = 8, gpu: str = "H100", link: float = 450e9, network: float = 50e9,
-    mfu: float = 0.4, layouts: Sequence[str] = ("ddp", "full_shard", "hybrid_shard"),
+    cfg: RunConfig,
+    nodes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    gpus: int = 8,
+    gpu: str = "H100",
+    link: float = 450e9,
+    network: float = 50e9,
+    mfu: float = 0.4,
+    layouts: Sequence[str] = ("ddp", "full_shard", "hybrid_shard"),
 ) -> Communication:
     """What a step of `cfg` sends on each number of `nodes` with `gpus` GPUs, for each of the `layouts`, and what that does to its speed.
 
@@ -259,16 +337,24 @@ def communication(
     `NoEstimate` as `estimate` does."""
     for layout in layouts:
         if layout not in LAYOUTS:
-            raise ConfigError(f"layouts: there is no {layout!r}{did_you_mean(layout, LAYOUTS)}; known are {', '.join(LAYOUTS)}.")
+            raise ConfigError(
+                f"layouts: there is no {layout!r}{did_you_mean(layout, LAYOUTS)}; known are {', '.join(LAYOUTS)}."
+            )
     if not layouts or not nodes or min(nodes) < 1 or gpus < 1:
-        raise ConfigError(f"nodes={tuple(nodes)!r}, gpus={gpus}, layouts={tuple(layouts)!r}: nodes and GPUs are numbers from 1 on, and there must be a layout.")
+        raise ConfigError(
+            f"nodes={tuple(nodes)!r}, gpus={gpus}, layouts={tuple(layouts)!r}: nodes and GPUs are numbers from 1 on, and there must be a layout."
+        )
     if link <= 0 or network <= 0 or not 0 < mfu <= 1:
-        raise ConfigError(f"link={link}, network={network} (bytes a second) must be above 0, and mfu={mfu} between 0 and 1.")
+        raise ConfigError(
+            f"link={link}, network={network} (bytes a second) must be above 0, and mfu={mfu} between 0 and 1."
+        )
     kind = find_gpu(gpu)
     if not kind.flops:
         raise ConfigError(f"gpu={gpu!r}: its speed is not known; name one that is, such as 'H100'.")
     if cfg.zero_stage or cfg.offload != "none":
-        raise ConfigError(f"strategy={cfg.strategy!r}, offload={cfg.offload!r}: what DeepSpeed sends is not computed here; use strategy='fsdp' and layouts.")
+        raise ConfigError(
+            f"strategy={cfg.strategy!r}, offload={cfg.offload!r}: what DeepSpeed sends is not computed here; use strategy='fsdp' and layouts."
+        )
     shape = read_shape(cfg, kind, gpus)
     computing = shape.flops_per_token * shape.tokens / (kind.flops / (8 if shape.width == 4 else 1) * mfu)
     costs = []
@@ -277,7 +363,9 @@ def communication(
             found = collectives(shape, layout, count, gpus)
             inside, between = (sum(part) for part in zip(*(one.sent for one in found), strict=True))
             state = _state(shape, layout, count, gpus)
-            costs.append(Cost(layout, count, inside, between, computing, sum(one.seconds(link, network) for one in found), state))
+            costs.append(
+                Cost(layout, count, inside, between, computing, sum(one.seconds(link, network) for one in found), state)
+            )
     return Communication(cfg, shape, kind, gpus, link, network, mfu, costs)
 
 
@@ -285,10 +373,24 @@ def read_shape(cfg: RunConfig, gpu: GPU, gpus: int) -> Shape:
     "The `Shape` of `cfg` on a node of `gpus` of the kind `gpu`, as `estimate` simulates it under fsdp."
     dtype = gpu.dtype if cfg.dtype == "auto" else cfg.dtype
     checkpointing = "full" if cfg.activation_checkpointing == "auto" else cfg.activation_checkpointing
-    asked = cfg.replace(strategy="fsdp", sharding="full_shard", dtype=dtype, activation_checkpointing=checkpointing, nproc=None, nnodes=1)
+    asked = cfg.replace(
+        strategy="fsdp",
+        sharding="full_shard",
+        dtype=dtype,
+        activation_checkpointing=checkpointing,
+        nproc=None,
+        nnodes=1,
+    )
     with simulations() as ask:
         found = ask(asked, gpu, gpus)
     return Shape(
-        found["parameters"], found["parameters_in_blocks"], found["trainable"], found["blocks"], 4 if dtype == "fp32" else 2, cfg.accum_steps,
-        found["communication"] == "window", cfg.batch_size * cfg.max_length * cfg.accum_steps, found["flops_per_token"],
+        found["parameters"],
+        found["parameters_in_blocks"],
+        found["trainable"],
+        found["blocks"],
+        4 if dtype == "fp32" else 2,
+        cfg.accum_steps,
+        found["communication"] == "window",
+        cfg.batch_size * cfg.max_length * cfg.accum_steps,
+        found["flops_per_token"],
     )

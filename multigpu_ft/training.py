@@ -81,14 +81,22 @@ from .uploads import Uploader
 
 # %% ../nbs/06_training.ipynb #4969ee58
 def train_step(
-    strategy: Single, step: Step, rate: float, max_grad_norm: float | None, watch: Stopwatch, look: Callable[[], None] = lambda: None
+    strategy: Single,
+    step: Step,
+    rate: float,
+    max_grad_norm: float | None,
+    watch: Stopwatch,
+    look: Callable[[], None] = lambda: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns this rank's summed token loss (nats) and the global gradient norm before clipping, both still on the device.
 
     `look` is called between clipping and update."""
     for group in strategy.optimizer.param_groups:
         group["lr"] = rate
-    weight, total = strategy.world.size / max(1, step.targets), torch.zeros((), dtype=torch.float64, device=strategy.world.device)
+    weight, total = (
+        strategy.world.size / max(1, step.targets),
+        torch.zeros((), dtype=torch.float64, device=strategy.world.device),
+    )
     for number, micro_batch in enumerate(step.micro_batches, 1):
         watch.begin("data")
         batch = to_device(micro_batch, strategy.world.device)
@@ -131,14 +139,16 @@ class Training:
         self.slice: Texts = load_texts(self.cfg, self.label_names)
         self.texts: TokenizedTexts = tokenize(self.cfg, self.slice, self.tokenizer)
         evaluation = evaluation_config(self.cfg)
-        eval_texts = tokenize(evaluation, load_texts(evaluation, self.label_names), self.tokenizer) if evaluation else None
+        eval_texts = (
+            tokenize(evaluation, load_texts(evaluation, self.label_names), self.tokenizer) if evaluation else None
+        )
         self.world: World = join_world(self.cfg)
         self.beat = Beat(self.node_dir.beat_file(self.world.rank))
         self.beat(IDLE)
         if self.world.local_rank == 0:
             begin_anew(self.node_dir)  # as a cluster does that starts it again; under the agent it is one already
         first = self.world.rank - self.world.local_rank
-        pids = [int(pid) for pid, in self.world.gather(os.getpid())[first : first + self.world.local_size]]
+        pids = [int(pid) for (pid,) in self.world.gather(os.getpid())[first : first + self.world.local_size]]
         self.tracker = Tracker(self.node_dir, self.world.local_rank == 0)
         self.tracker.status(pids={**self.node_dir.status().get("pids", {}), "ranks": pids}, host=socket.gethostname())
 
@@ -154,22 +164,46 @@ class Training:
             self.tracker.remark(
                 f"the tokenizer of {self.cfg.model} has no chat template, so conversations are written plainly, as in 'user: ...', 'assistant: ...'"
             )
-        prepared = prepare_model(self.cfg, self.world, self.tokenizer, self.label_names, checkpoint, self.tracker.remark, self.world.from_main(run_dir.plan()))
+        prepared = prepare_model(
+            self.cfg,
+            self.world,
+            self.tokenizer,
+            self.label_names,
+            checkpoint,
+            self.tracker.remark,
+            self.world.from_main(run_dir.plan()),
+        )
         self.strategy, self.quantization, about = prepared.strategy, prepared.quantization, prepared.about
         self.watch = Stopwatch(self.world.device, self.beat)
         if self.world.size > 1:
             self.strategy.unwrap_model().get_input_embeddings().register_forward_hook(self._await_last_gradient)
         saved = self._resume(checkpoint)
         self.disks.let_go(checkpoint)
-        begun = saved.order["packing"] if saved and saved.is_of(self.cfg, self.slice.end_idx) and self.cfg.resume_scope == "all" else None
-        packing, about["packing_reason"], about["chunked_loss"] = settle_packing(self.cfg, self.strategy, self.texts, begun)
+        begun = (
+            saved.order["packing"]
+            if saved and saved.is_of(self.cfg, self.slice.end_idx) and self.cfg.resume_scope == "all"
+            else None
+        )
+        packing, about["packing_reason"], about["chunked_loss"] = settle_packing(
+            self.cfg, self.strategy, self.texts, begun
+        )
         order = Order.of(self.cfg, packing, len(self.texts), self.world.size, self.texts.digest)
-        self.progress = Progress(self.slice.start_idx, self.slice.end_idx, self.cfg.initial_epoch, order=asdict(order), earlier=prepared.trained)
+        self.progress = Progress(
+            self.slice.start_idx,
+            self.slice.end_idx,
+            self.cfg.initial_epoch,
+            order=asdict(order),
+            earlier=prepared.trained,
+        )
         if saved:
             self.progress = next_progress(saved, self.cfg, self.slice.end_idx, order)
         self.order = Order(**self.progress.order)
         self.tracker.rewind(self.progress.step)
-        for remark in [*access, *remarks, *ledger_remarks(saved.trained() if saved else prepared.trained, self.slice.start_idx, self.slice.end_idx)]:
+        for remark in [
+            *access,
+            *remarks,
+            *ledger_remarks(saved.trained() if saved else prepared.trained, self.slice.start_idx, self.slice.end_idx),
+        ]:
             self.tracker.remark(remark)
         if self.order.rows_a_step != order.rows_a_step:
             self.tracker.remark(
@@ -179,31 +213,75 @@ class Training:
         self.last_epoch = self.cfg.initial_epoch + self.cfg.num_epochs - 1
         self.room = room_for(self.cfg, run_dir, self.strategy, checkpoint, self.disks.keeps)
         if self.room == 1 and (self.last_epoch > self.progress.epoch or self.cfg.save_every or self.cfg.save_minutes):
-            self.tracker.remark("the disk has room for one checkpoint, so only the last one is written, at the end or when the run is stopped")
-        self.evaluations = Evaluations(self.cfg, run_dir, self.disks, self.strategy, self.tracker, self.progress, eval_texts, len(self.label_names or []))
+            self.tracker.remark(
+                "the disk has room for one checkpoint, so only the last one is written, at the end or when the run is stopped"
+            )
+        self.evaluations = Evaluations(
+            self.cfg,
+            run_dir,
+            self.disks,
+            self.strategy,
+            self.tracker,
+            self.progress,
+            eval_texts,
+            len(self.label_names or []),
+        )
         self.evaluations.check_room(self.room)
-        self.writer = CheckpointWriter(run_dir, self.cfg, self.strategy, {**stored, "contents": contents(self.cfg)}, self.disks)
+        self.writer = CheckpointWriter(
+            run_dir, self.cfg, self.strategy, {**stored, "contents": contents(self.cfg)}, self.disks
+        )
         self.uploader = Uploader(run_dir) if self.cfg.hf_repo and self.world.is_main else None
-        self.earlier_steps = self.progress.optimizer_step - self.progress.slice_step if self.progress.optimizer_step else 0
+        self.earlier_steps = (
+            self.progress.optimizer_step - self.progress.slice_step if self.progress.optimizer_step else 0
+        )
         self.total_steps = self._count_steps()
         began, save_bytes = run_dir.status(), checkpoint_bytes(self.cfg, self.strategy)
-        self.pace = Pace(self.cfg, began.get("launched", time.time()), save_bytes, began.get("session_end"), copied=bool(outputs_folder()))
+        self.pace = Pace(
+            self.cfg,
+            began.get("launched", time.time()),
+            save_bytes,
+            began.get("session_end"),
+            copied=bool(outputs_folder()),
+        )
         self.saving_step = self.progress.step  # the step of the newest save
         self.save_error: Exception | None = None
         self.first_step: Step | None = None
         self._flops_per_token = flops_per_token(self.strategy.unwrap_model(), float(self.texts.lengths.mean()))
-        origin = {} if again else {
-            "resumed_from": str(checkpoint) if checkpoint else None, "resumed_saved_at": saved_at(checkpoint) if checkpoint and checkpoint.is_dir() else None,
-            "first_step": self.progress.step + 1,
-        }
-        self.tracker.status(
-            state="running", strategy=self.strategy.name, dtype=str(self.strategy.dtype).removeprefix("torch."), packing=packing, **about, **origin,
-            world_size=self.world.size, nodes=self.world.nodes, device=self.world.device.type, slice=[self.slice.start_idx, self.slice.end_idx],
-            num_rows=self.slice.num_rows, texts=len(self.texts), dropped=self.slice.dropped, best=self.evaluations.best, exported_checkpoint=None,
-            rows_a_step=self.order.rows_a_step, checkpoint_bytes=save_bytes,
-            step=self.progress.step, slice_step=self.progress.slice_step, total_steps=self.total_steps, epoch=self.progress.epoch,
+        origin = (
+            {}
+            if again
+            else {
+                "resumed_from": str(checkpoint) if checkpoint else None,
+                "resumed_saved_at": saved_at(checkpoint) if checkpoint and checkpoint.is_dir() else None,
+                "first_step": self.progress.step + 1,
+            }
         )
-        self.trackers = Trackers.open(run_dir, self.cfg, self.progress, checkpoint) if self.world.is_main else Trackers()
+        self.tracker.status(
+            state="running",
+            strategy=self.strategy.name,
+            dtype=str(self.strategy.dtype).removeprefix("torch."),
+            packing=packing,
+            **about,
+            **origin,
+            world_size=self.world.size,
+            nodes=self.world.nodes,
+            device=self.world.device.type,
+            slice=[self.slice.start_idx, self.slice.end_idx],
+            num_rows=self.slice.num_rows,
+            texts=len(self.texts),
+            dropped=self.slice.dropped,
+            best=self.evaluations.best,
+            exported_checkpoint=None,
+            rows_a_step=self.order.rows_a_step,
+            checkpoint_bytes=save_bytes,
+            step=self.progress.step,
+            slice_step=self.progress.slice_step,
+            total_steps=self.total_steps,
+            epoch=self.progress.epoch,
+        )
+        self.trackers = (
+            Trackers.open(run_dir, self.cfg, self.progress, checkpoint) if self.world.is_main else Trackers()
+        )
         self.tracker.hand_on = self.trackers.log
 
     def _histograms(self) -> None:
@@ -254,7 +332,11 @@ class Training:
                     )
             else:
                 early = self.evaluations.patience_is_over
-                had = f"was stopped early, by patience={self.cfg.patience}" if early else f"has had its {self.cfg.num_epochs} epochs"
+                had = (
+                    f"was stopped early, by patience={self.cfg.patience}"
+                    if early
+                    else f"has had its {self.cfg.num_epochs} epochs"
+                )
                 outcome["message"] = (
                     f"nothing was left to train: slice {self.slice.start_idx}-{self.slice.end_idx} {had}. "
                     f"Take the next slice, raise {'patience' if early else 'num_epochs'}, or start over with resume_file='none'"
@@ -267,16 +349,24 @@ class Training:
         if self.save_error:  # only now, when the export is written: that much is not lost
             raise self.save_error
         return {
-            **outcome, "activity": None, "step": self.progress.step, "epoch": min(self.progress.epoch, self.last_epoch), "slice_step": self.progress.slice_step,
+            **outcome,
+            "activity": None,
+            "step": self.progress.step,
+            "epoch": min(self.progress.epoch, self.last_epoch),
+            "slice_step": self.progress.slice_step,
             "skipped_steps": int(self.strategy.skipped),
         }
 
     def finish(self, outcome: dict[str, Any]) -> None:
         "Wait for uploads, if there are any, then write the last status. No collective: an upload may take longer than a peer would wait."
         if self.uploader:
-            known = {name: value for name, value in outcome.items() if name != "state"}  # the model card is made from it
+            known = {
+                name: value for name, value in outcome.items() if name != "state"
+            }  # the model card is made from it
             self.tracker.status(**{**known, "activity": f"uploading to {self.cfg.hf_repo}"})
-            about, remarks = self.uploader.finish(lambda: self.stop.requested or self.run_dir.stop_requested(), self.tracker.heartbeat)
+            about, remarks = self.uploader.finish(
+                lambda: self.stop.requested or self.run_dir.stop_requested(), self.tracker.heartbeat
+            )
             outcome |= about
             for remark in remarks:
                 self.tracker.remark(remark)
@@ -321,23 +411,45 @@ class Training:
             rate = learning_rate(cfg, progress.slice_step, self.total_steps, progress.end_idx, self.earlier_steps)
             loss, norm = train_step(self.strategy, step, rate, cfg.max_grad_norm, self.watch, self._histograms)
             interval.add(step, loss)
-            progress.position, progress.num_rows, progress.samples_seen = step.position, step.num_rows, progress.samples_seen + step.texts
-            progress.step, progress.slice_step, progress.optimizer_step = progress.step + 1, progress.slice_step + 1, progress.optimizer_step + 1
+            progress.position, progress.num_rows, progress.samples_seen = (
+                step.position,
+                step.num_rows,
+                progress.samples_seen + step.texts,
+            )
+            progress.step, progress.slice_step, progress.optimizer_step = (
+                progress.step + 1,
+                progress.slice_step + 1,
+                progress.optimizer_step + 1,
+            )
             stopping, saving = self._agree()
             last, end_of_epoch = self._is_last(), progress.position >= progress.num_rows
             planned = end_of_epoch or bool(cfg.eval_every and progress.step % cfg.eval_every == 0)
             evaluated = self.evaluations.wanted and (last or planned)
             found, best = {}, False
-            if step is self.first_step or progress.step % cfg.log_every == 0 or last or stopping or end_of_epoch or evaluated:
+            if (
+                step is self.first_step
+                or progress.step % cfg.log_every == 0
+                or last
+                or stopping
+                or end_of_epoch
+                or evaluated
+            ):
                 measured = interval.measure(self.watch, self._flops_per_token)
                 if evaluated:
                     self.beat(IDLE)
                     found, best = self.evaluations.judge(planned)
-                self.tracker.log({
-                    "step": progress.step, "epoch": progress.epoch, **measured, "learning_rate": rate, "grad_norm": norm.item(),
-                    "samples_seen": progress.samples_seen, "time": time.time(),
-                    **{f"eval_{name}": value for name, value in found.items()},
-                })
+                self.tracker.log(
+                    {
+                        "step": progress.step,
+                        "epoch": progress.epoch,
+                        **measured,
+                        "learning_rate": rate,
+                        "grad_norm": norm.item(),
+                        "samples_seen": progress.samples_seen,
+                        "time": time.time(),
+                        **{f"eval_{name}": value for name, value in found.items()},
+                    }
+                )
                 if step is self.first_step:
                     self.tracker.status(loss_before=measured["loss"] if before is None else before)
                 said = {"loss": measured["loss"], "skipped_steps": measured["skipped_steps"]}
@@ -359,7 +471,11 @@ class Training:
         self._note(self.writer.finished())
         self.pace.step()
         main = self.world.is_main
-        asked = self.stop.requested or (self.world.local_rank == 0 and self.node_dir.stop_requested()) or (main and self.pace.out_of_time())
+        asked = (
+            self.stop.requested
+            or (self.world.local_rank == 0 and self.node_dir.stop_requested())
+            or (main and self.pace.out_of_time())
+        )
         stop, minutes, failed = self.world.sum(asked, main and self.pace.save_is_due(), self.save_error is not None)
         if failed:
             self._note(self.writer.wait())
@@ -404,7 +520,12 @@ class Training:
         elif save:
             self.save_error = None
             self.pace.saved(save.seconds)
-            took = {"step": save.step, "bytes": save.bytes, "stall_s": round(save.stall_s, 4), "seconds": round(save.seconds, 3)}
+            took = {
+                "step": save.step,
+                "bytes": save.bytes,
+                "stall_s": round(save.stall_s, 4),
+                "seconds": round(save.seconds, 3),
+            }
             self.tracker.status(checkpoint=save.path.name, save=took, best=self.evaluations.best)
             self.trackers.log_checkpoint(save.path, save.step)
             for trouble in self.uploader.trouble() if self.uploader else []:
@@ -424,7 +545,13 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
         training.finish(outcome)
         training.beat(LEFT)
     except BaseException as error:
-        write_error(Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.of_node(_told("GROUP_RANK")).error_file(_told("RANK"))), error)
+        write_error(
+            Path(
+                os.environ.get("TORCHELASTIC_ERROR_FILE")
+                or run_dir.of_node(_told("GROUP_RANK")).error_file(_told("RANK"))
+            ),
+            error,
+        )
         print(hide_secrets(traceback.format_exc()), file=sys.stderr)
         if training:
             training.trackers.close(failed=True)

@@ -30,7 +30,17 @@ import psutil
 
 from .cards import MARK, model_card
 from .config import CheckpointError, RunConfig
-from .hub import Patience, client_factory, fetch_small, folders, hub_token, may_pass, parse_commit, persist, reason
+from multigpu_ft.hub import (
+    Patience,
+    client_factory,
+    fetch_small,
+    folders,
+    hub_token,
+    may_pass,
+    parse_commit,
+    persist,
+    reason,
+)
 from .lineage import PROGRESS_FILE, digest
 from .rundir import COMMIT_FILE, HUB_FILE, RunDir, read_commit, write_json
 
@@ -62,7 +72,11 @@ def wanted(run: RunDir) -> dict[str, str]:
         with suppress(OSError):  # deleted meanwhile, for a newer one
             found[checkpoint.name] = hashlib.sha256((checkpoint / COMMIT_FILE).read_bytes()).hexdigest()
     if folder := _exported(run, run.config()):
-        about = [(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()]
+        about = [
+            (str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns)
+            for p in sorted(folder.rglob("*"))
+            if p.is_file()
+        ]
         found[_EXPORT] = hashlib.sha256(repr(about).encode()).hexdigest()
     return found
 
@@ -74,7 +88,11 @@ def read_record(run: RunDir) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         record = {}
     repo = run.config().hf_repo
-    return record if record.get("repo") == repo else {"repo": repo, "url": None, "uploaded": {}, "pending": [], "error": None, "attempts": 0}
+    return (
+        record
+        if record.get("repo") == repo
+        else {"repo": repo, "url": None, "uploaded": {}, "pending": [], "error": None, "attempts": 0}
+    )
 
 
 def not_uploaded(run: RunDir, record: dict[str, Any] | None = None) -> list[str]:
@@ -84,7 +102,9 @@ def not_uploaded(run: RunDir, record: dict[str, Any] | None = None) -> list[str]
 
 # %% ../nbs/04f_uploads.ipynb #af36df5f
 _OURS = re.compile(r"rank\d+\.safetensors|progress\.json|commit\.json")
-_OUR_EXPORT = re.compile(r"(base/.*|(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_config\.json|check\.json)")
+_OUR_EXPORT = re.compile(
+    r"(base/.*|(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_config\.json|check\.json)"
+)
 _CARD = "README.md"
 
 
@@ -107,10 +127,14 @@ class _Pass:
         self.run, self.cfg, self.arrived = run, run.config(), arrived
         self.repo, self.api = self.cfg.hf_repo, HfApi(token=hub_token())
         try:
-            self.there = {f.path: f for f in self.api.list_repo_tree(self.repo, recursive=True) if isinstance(f, RepoFile)}
+            self.there = {
+                f.path: f for f in self.api.list_repo_tree(self.repo, recursive=True) if isinstance(f, RepoFile)
+            }
         except RepositoryNotFoundError:
             self.api.create_repo(self.repo, private=self.cfg.hf_private, exist_ok=True)
-            self.there = {f.path: f for f in self.api.list_repo_tree(self.repo, recursive=True) if isinstance(f, RepoFile)}
+            self.there = {
+                f.path: f for f in self.api.list_repo_tree(self.repo, recursive=True) if isinstance(f, RepoFile)
+            }
         self.card_refused = False
 
     def has(self, path: str, source: Path | bytes, about: dict[str, Any] | None = None) -> bool:
@@ -120,7 +144,13 @@ class _Pass:
         if not file or file.size != size:
             return False
         if file.lfs:
-            return file.lfs.sha256 == (about or ({"sha256": hashlib.sha256(source).hexdigest()} if isinstance(source, bytes) else digest(source)))["sha256"]
+            return (
+                file.lfs.sha256
+                == (
+                    about
+                    or ({"sha256": hashlib.sha256(source).hexdigest()} if isinstance(source, bytes) else digest(source))
+                )["sha256"]
+            )
         return file.blob_id == _git_digest(source if isinstance(source, bytes) else source.read_bytes())
 
     def add(self, path: str, source: Path | bytes) -> Any:
@@ -148,7 +178,11 @@ class _Pass:
                 raise
             print(f"the Hub refuses the model card, so it is left out: {error}", flush=True)
             self.card_refused = True
-            return self.api.create_commit(self.repo, operations[1:], commit_message=message).oid if operations[1:] else None
+            return (
+                self.api.create_commit(self.repo, operations[1:], commit_message=message).oid
+                if operations[1:]
+                else None
+            )
 
     def _card(self) -> bytes | None:
         "The model card if it is another than the one there, and that one is not somebody's own."
@@ -169,7 +203,11 @@ class _Pass:
                 if not self.has(f"{folder}/{name}", checkpoint / name, about):
                     source = (checkpoint / name).read_bytes() if name == PROGRESS_FILE else checkpoint / name
                     additions[name] = self.add(f"{folder}/{name}", source)
-            broken = [name for name, addition in additions.items() if addition.upload_info.sha256.hex() != commit["files"][name]["sha256"]]
+            broken = [
+                name
+                for name, addition in additions.items()
+                if addition.upload_info.sha256.hex() != commit["files"][name]["sha256"]
+            ]
         except (OSError, ValueError):
             if self._is_gone(checkpoint, content):
                 raise _Superseded from None
@@ -177,7 +215,9 @@ class _Pass:
         if self._is_gone(checkpoint, content):
             raise _Superseded
         if broken:
-            raise CheckpointError(f"checkpoint {checkpoint.name} is damaged, so it is not uploaded: {broken[0]}: its content was altered")
+            raise CheckpointError(
+                f"checkpoint {checkpoint.name} is damaged, so it is not uploaded: {broken[0]}: its content was altered"
+            )
         operations = [*self._deletions(checkpoint.name, commit), *additions.values()]
         if not self.has(f"{folder}/{COMMIT_FILE}", content):
             operations.append(self.add(f"{folder}/{COMMIT_FILE}", content))
@@ -195,24 +235,40 @@ class _Pass:
         from huggingface_hub import CommitOperationDelete
 
         there = folders(list(self.there))
-        doomed = [f"checkpoints/{name}/{file}" for file in there.pop(name, ()) if _OURS.fullmatch(file) and file not in (*commit["files"], COMMIT_FILE)]
+        doomed = [
+            f"checkpoints/{name}/{file}"
+            for file in there.pop(name, ())
+            if _OURS.fullmatch(file) and file not in (*commit["files"], COMMIT_FILE)
+        ]
         times = {name: commit["time"]}
         for other, files in there.items():
             if all(map(_OURS.fullmatch, files)):
                 with suppress(CheckpointError):
-                    times[other] = parse_commit(fetch_small(self.repo, f"checkpoints/{other}/{COMMIT_FILE}", "main"))["time"]
-        kept = {*sorted(times, key=times.__getitem__)[-self.cfg.keep :], *(c.name for c in _wanted_checkpoints(self.run)), name}
-        return [CommitOperationDelete(path) for path in doomed] + [CommitOperationDelete(f"checkpoints/{n}/", is_folder=True) for n in times if n not in kept]
+                    times[other] = parse_commit(fetch_small(self.repo, f"checkpoints/{other}/{COMMIT_FILE}", "main"))[
+                        "time"
+                    ]
+        kept = {
+            *sorted(times, key=times.__getitem__)[-self.cfg.keep :],
+            *(c.name for c in _wanted_checkpoints(self.run)),
+            name,
+        }
+        return [CommitOperationDelete(path) for path in doomed] + [
+            CommitOperationDelete(f"checkpoints/{n}/", is_folder=True) for n in times if n not in kept
+        ]
 
     def send_export(self, folder: Path) -> str | None:
         "Send the exported model; what an earlier export had and this one has not goes, so that nothing is loaded that belongs to neither. Returns the commit."
         from huggingface_hub import CommitOperationDelete
 
         files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != _CARD}
-        sources = {path: _without_folder(source) if path == "adapter_config.json" else source for path, source in files.items()}
+        sources = {
+            path: _without_folder(source) if path == "adapter_config.json" else source for path, source in files.items()
+        }
         operations = [self.add(path, source) for path, source in sources.items() if not self.has(path, source)]
         if "check.json" in self.there:
-            operations = [CommitOperationDelete(path) for path in self.there if _OUR_EXPORT.fullmatch(path) and path not in files] + operations
+            operations = [
+                CommitOperationDelete(path) for path in self.there if _OUR_EXPORT.fullmatch(path) and path not in files
+            ] + operations
         return self.commit(operations, f"{self.run.name}: the model")
 
 
@@ -227,7 +283,10 @@ def _without_folder(adapter_config: Path) -> bytes:
 
 # %% ../nbs/04f_uploads.ipynb #6a5b9cb8
 def push_run(
-    run: RunDir, patience: Patience | None = None, ending: Callable[[], bool] = lambda: True, pause: Callable[[float], None] = time.sleep
+    run: RunDir,
+    patience: Patience | None = None,
+    ending: Callable[[], bool] = lambda: True,
+    pause: Callable[[float], None] = time.sleep,
 ) -> list[str]:
     """Bring what is complete in the run directory to `hf_repo`, and keep hub.json. Returns the names of what is not there.
 
@@ -258,7 +317,9 @@ def push_run(
     return record["pending"]
 
 
-def _send(run: RunDir, record: dict[str, Any], note: Callable[[], None], arrived: Callable[[tuple[str, bytes]], None]) -> None:
+def _send(
+    run: RunDir, record: dict[str, Any], note: Callable[[], None], arrived: Callable[[tuple[str, bytes]], None]
+) -> None:
     from huggingface_hub import constants
 
     looked_at, damage = {}, None
@@ -270,13 +331,20 @@ def _send(run: RunDir, record: dict[str, Any], note: Callable[[], None], arrived
         now = _Pass(run, arrived)
         record["url"] = f"{constants.ENDPOINT}/{now.repo}"
         try:
-            commit = now.send_export(_exported(run, now.cfg)) if name == _EXPORT else now.send_checkpoint(run.path / "checkpoints" / name)
+            commit = (
+                now.send_export(_exported(run, now.cfg))
+                if name == _EXPORT
+                else now.send_checkpoint(run.path / "checkpoints" / name)
+            )
         except _Superseded:
             continue
         except CheckpointError as error:
             damage = damage or error
         else:
-            record["uploaded"][name] = {"digest": goal[name], "commit": commit or record["uploaded"].get(name, {}).get("commit")}
+            record["uploaded"][name] = {
+                "digest": goal[name],
+                "commit": commit or record["uploaded"].get(name, {}).get("commit"),
+            }
             print(f"{name} is in {record['url']}", flush=True)
         looked_at[name] = goal[name]
         note()
@@ -284,7 +352,10 @@ def _send(run: RunDir, record: dict[str, Any], note: Callable[[], None], arrived
         raise damage
 
 # %% ../nbs/04f_uploads.ipynb #d0162ba7
-_LOOK_S, _LATER_S = 1.0, 300.0  # between two looks for something new; until all is tried again after the patience was at an end
+_LOOK_S, _LATER_S = (
+    1.0,
+    300.0,
+)  # between two looks for something new; until all is tried again after the patience was at an end
 _STUCK_S, _HURRIED_S = 180.0, 20.0  # without anything moving; for somebody who wants the run to end
 
 
@@ -301,7 +372,9 @@ class Uploader:
         environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         with open(run.log_file("hub"), "ab") as log:
             # a session of its own: SIGTERM for the rank's group means that the rank should save, and this should send that
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=environment)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=environment
+            )
 
     def trouble(self) -> list[str]:
         "What it has met with that will not pass by itself, each thing once."
@@ -310,7 +383,9 @@ class Uploader:
         self._told |= news
         return [f"nothing is uploaded to {record['repo']} at the moment: {error}" for error in news]
 
-    def finish(self, hurried: Callable[[], bool] = lambda: False, look: Callable[[], None] = lambda: None) -> tuple[dict[str, Any], list[str]]:
+    def finish(
+        self, hurried: Callable[[], bool] = lambda: False, look: Callable[[], None] = lambda: None
+    ) -> tuple[dict[str, Any], list[str]]:
         """Wait until all is there, or not to be had. Calls `look` while it waits. Returns what to add to the status, and remarks.
 
         `hurried`: whether somebody wants the run to end.
@@ -328,7 +403,11 @@ class Uploader:
                 seen, since = moved, now
             if hurried() and hurried_since is None:
                 hurried_since = now
-            if now - since > _STUCK_S or (hurried_since is not None and now - hurried_since > _HURRIED_S) or time.time() > last:
+            if (
+                now - since > _STUCK_S
+                or (hurried_since is not None and now - hurried_since > _HURRIED_S)
+                or time.time() > last
+            ):
                 break
             look()
             time.sleep(0.2)
@@ -337,7 +416,9 @@ class Uploader:
         if not left:
             return {"pushed_to": record["url"], "not_uploaded": []}, []
         why = f" ({record['error']})" if record["error"] else ""
-        return {"not_uploaded": left}, [f"not uploaded to {record['repo']}: {', '.join(left)}{why}. To send it: multigpu-ft sync {self._run.path}"]
+        return {"not_uploaded": left}, [
+            f"not uploaded to {record['repo']}: {', '.join(left)}{why}. To send it: multigpu-ft sync {self._run.path}"
+        ]
 
     def kill(self) -> None:
         if self._process.poll() is None:

@@ -34,7 +34,9 @@ class VLLMDecoder:
         for request in requests:
             name = "/".join(map(str, request.key))
             self._requests[name] = request
-            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, self._make_params(request), lora_request=self._lora)
+            self._engine.add_request(
+                name, {"prompt_token_ids": list(request.prompt)}, self._make_params(request), lora_request=self._lora
+            )
         return []
 
     def step(self) -> list[Answer]:
@@ -42,14 +44,28 @@ class VLLMDecoder:
         for output in self._engine.step():
             if output.finished:
                 made = output.outputs[0]
-                finished.append(Answer(self._requests.pop(output.request_id), list(made.token_ids), "length" if made.finish_reason == "length" else "stop"))
+                finished.append(
+                    Answer(
+                        self._requests.pop(output.request_id),
+                        list(made.token_ids),
+                        "length" if made.finish_reason == "length" else "stop",
+                    )
+                )
         return finished
 
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM takes no others: vllm.config.lora.MaxLoRARanks
 
 
-def start_vllm(cfg: RunConfig, subject: Subject | None, local_rank: int, rows: int, capacity: int, rules: Rules, stop: tuple[str, ...]) -> VLLMDecoder:
+def start_vllm(
+    cfg: RunConfig,
+    subject: Subject | None,
+    local_rank: int,
+    rows: int,
+    capacity: int,
+    rules: Rules,
+    stop: tuple[str, ...],
+) -> VLLMDecoder:
     "An engine on this rank's GPU. It runs in a process of its own, which sees that GPU only."
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if visible else str(local_rank)
@@ -64,17 +80,31 @@ def start_vllm(cfg: RunConfig, subject: Subject | None, local_rank: int, rows: i
         from vllm.lora.request import LoRARequest
 
         lora = LoRARequest(adapter.name, 1, str(adapter.path))
-    engine = LLMEngine.from_engine_args(EngineArgs(
-        model=model, revision=cfg.revision if model == cfg.model else None, max_model_len=capacity, max_num_seqs=rows, enable_prefix_caching=True,
-        dtype={"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(cfg.dtype, "auto"), enable_lora=adapter is not None,
-        **({"max_lora_rank": min(rank for rank in _LORA_RANKS if rank >= adapter.config.lora_r)} if adapter else {}),
-    ))
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=model,
+            revision=cfg.revision if model == cfg.model else None,
+            max_model_len=capacity,
+            max_num_seqs=rows,
+            enable_prefix_caching=True,
+            dtype={"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(cfg.dtype, "auto"),
+            enable_lora=adapter is not None,
+            **(
+                {"max_lora_rank": min(rank for rank in _LORA_RANKS if rank >= adapter.config.lora_r)} if adapter else {}
+            ),
+        )
+    )
     sampling = rules.sampling
 
     def make_params(request: Request) -> Any:
         return SamplingParams(
-            seed=request.seed, max_tokens=request.limit, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k or -1,
-            stop=list(stop) or None, stop_token_ids=sorted(rules.eos),
+            seed=request.seed,
+            max_tokens=request.limit,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            stop=list(stop) or None,
+            stop_token_ids=sorted(rules.eos),
         )
 
     return VLLMDecoder(engine, make_params, rows, lora)

@@ -32,7 +32,9 @@ def _kinds(info: FieldInfo) -> tuple[Any, ...]:
     return get_args(info.annotation) if get_origin(info.annotation) in (Union, UnionType) else (info.annotation,)
 
 
-_FOLLOWING = {name for name, info in RunConfig.model_fields.items() if info.default is None and NoneType not in _kinds(info)}  # set by other fields when empty
+_FOLLOWING = {
+    name for name, info in RunConfig.model_fields.items() if info.default is None and NoneType not in _kinds(info)
+}  # set by other fields when empty
 
 
 def _start(preset: str, **changes: Any) -> RunConfig:
@@ -53,14 +55,25 @@ def _follow(cfg: RunConfig) -> RunConfig:
 
 
 def _call(cfg: RunConfig, preset: str) -> str:
-    words = [f"{name}={value!r}" if value != float("inf") else f"{name}=float('inf')" for name, value in _changes(cfg, preset).items()]
-    return f"launch(RunConfig.preset({', '.join([repr(preset), *words])}))" if preset else f"launch(RunConfig({', '.join(words)}))"
+    words = [
+        f"{name}={value!r}" if value != float("inf") else f"{name}=float('inf')"
+        for name, value in _changes(cfg, preset).items()
+    ]
+    return (
+        f"launch(RunConfig.preset({', '.join([repr(preset), *words])}))"
+        if preset
+        else f"launch(RunConfig({', '.join(words)}))"
+    )
 
 
 def _command(cfg: RunConfig, preset: str) -> str:
     words = ["papermill", str(recipe()), "out.ipynb"]
     for name, value in {**({"preset": preset} if preset else {}), **_changes(cfg, preset)}.items():
-        words += ["-r" if isinstance(value, str) and _reads_as_other(value) else "-p", name, "none" if value is None else str(value)]
+        words += [
+            "-r" if isinstance(value, str) and _reads_as_other(value) else "-p",
+            name,
+            "none" if value is None else str(value),
+        ]
     return shlex.join(words)
 
 
@@ -76,7 +89,12 @@ _NEAR = 64  # so many whole numbers can be told apart on a slider
 
 
 def _bounds(info: FieldInfo) -> dict[str, float]:
-    return {key: value for each in info.metadata for key in ("ge", "gt", "le") if (value := getattr(each, key, None)) is not None}
+    return {
+        key: value
+        for each in info.metadata
+        for key in ("ge", "gt", "le")
+        if (value := getattr(each, key, None)) is not None
+    }
 
 
 def _limits(info: FieldInfo) -> str:
@@ -93,9 +111,17 @@ def _make_input(name: str, info: FieldInfo, layout: w.Layout) -> w.ValueWidget:
     common = {"description": name, "style": {"description_width": "var(--multigpu-label)"}, "layout": layout}
     optional = NoneType in _kinds(info)
     if choices and all(get_origin(kind) is Literal for kind in kinds):
-        return w.Dropdown(options=[*([("(empty)", None)] if optional else []), *((str(choice), choice) for choice in choices)], **common)
+        return w.Dropdown(
+            options=[*([("(empty)", None)] if optional else []), *((str(choice), choice) for choice in choices)],
+            **common,
+        )
     if choices:
-        return w.Combobox(options=[str(choice) for choice in choices], continuous_update=True, placeholder=_empty_means(info), **common)
+        return w.Combobox(
+            options=[str(choice) for choice in choices],
+            continuous_update=True,
+            placeholder=_empty_means(info),
+            **common,
+        )
     if kinds == [bool] and not optional:
         return w.Checkbox(indent=False, **common)
     return w.Text(continuous_update=True, placeholder=_empty_means(info), **common)
@@ -154,7 +180,10 @@ class _Field:
     def tell(self, error: str, was: str) -> None:
         "Bring the note up to date. `was`: what it is changed from, in words."
         wrong = f'<div class="multigpu-bad">✗ {escape(error)}</div>' if error else ""
-        _set(self.note, f'{wrong}{f"<b>• {escape(was)}</b>&ensp;" if was else ""}<span class="multigpu-help">{self._help}</span>')
+        _set(
+            self.note,
+            f'{wrong}{f"<b>• {escape(was)}</b>&ensp;" if was else ""}<span class="multigpu-help">{self._help}</span>',
+        )
         self._mark("multigpu-wrong", bool(error))
         self._mark("multigpu-changed", bool(was))
 
@@ -171,7 +200,9 @@ class _Field:
 
     def _on_slide(self, change: Any) -> None:
         number = self._number()
-        if number is None or abs(number - change["new"]) >= self.slider.step / 2:  # else it echoes the text, rounded to its steps by the browser
+        if (
+            number is None or abs(number - change["new"]) >= self.slider.step / 2
+        ):  # else it echoes the text, rounded to its steps by the browser
             self.input.value = _words(round(change["new"], 4))
 
     def _mark(self, name: str, on: bool) -> None:
@@ -292,7 +323,11 @@ class Form:
         return {field.name: field.input for field in self._fields}
 
     def __repr__(self) -> str:
-        return f"{self.call}\n{self.command}" if self._config else "\n".join(["to be put right first:", *self._complaints()])
+        return (
+            f"{self.call}\n{self.command}"
+            if self._config
+            else "\n".join(["to be put right first:", *self._complaints()])
+        )
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -313,12 +348,17 @@ class Form:
         self._groups = list(dict.fromkeys(field.group for field in self._fields))
         pages = []
         for group in self._groups:
-            pages.append(w.Box([part for field in self._fields if field.group == group for part in field.parts], layout=wide))
+            pages.append(
+                w.Box([part for field in self._fields if field.group == group for part in field.parts], layout=wide)
+            )
             pages[-1].add_class("multigpu-fields")
         self._tabs = w.Tab(pages, titles=self._groups)
         self._picker = w.Dropdown(
-            description="preset", options=[("(none)", ""), *((name, name) for name in PRESETS)], value=self._preset,
-            style={"description_width": "var(--multigpu-label)"}, layout=wide,
+            description="preset",
+            options=[("(none)", ""), *((name, name) for name in PRESETS)],
+            value=self._preset,
+            style={"description_width": "var(--multigpu-label)"},
+            layout=wide,
         )
         self._back = w.Button(layout=w.Layout(width="max-content"))
         self._run_button = w.Button(description="Run", button_style="primary")
@@ -367,18 +407,34 @@ class Form:
                 changed = set(_changes(self._config, self._preset))
             else:
                 others = [field for field in self._fields if field.name not in _FOLLOWING]
-                changed = {field.name for field in others if field.input.value != field.shown(getattr(start, field.name))}
+                changed = {
+                    field.name for field in others if field.input.value != field.shown(getattr(start, field.name))
+                }
             beside = _beside(self._errors)
             marks = {group: [0, False] for group in self._groups}
             for field in self._fields:
                 error = beside.get(field.name, "")
-                field.tell(error, f"{origin}: {_words(getattr(start, field.name)) or 'empty'}" if field.name in changed else "")
+                field.tell(
+                    error, f"{origin}: {_words(getattr(start, field.name)) or 'empty'}" if field.name in changed else ""
+                )
                 marks[field.group][0] += field.name in changed
                 marks[field.group][1] |= bool(error)
                 if field.name in _FOLLOWING and self._config:
                     _set(field.input, f"empty: {_words(getattr(_follow(self._config), field.name))}", "placeholder")
-            _set(self._tabs, tuple(f"{group}{f' •{count}' if count else ''}{' ✗' if wrong else ''}" for group, (count, wrong) in marks.items()), "titles")
-            _set(self._needs, f'<span class="multigpu-help">needs {escape(PRESET_NEEDS[self._preset])}</span>' if self._preset else "")
+            _set(
+                self._tabs,
+                tuple(
+                    f"{group}{f' •{count}' if count else ''}{' ✗' if wrong else ''}"
+                    for group, (count, wrong) in marks.items()
+                ),
+                "titles",
+            )
+            _set(
+                self._needs,
+                f'<span class="multigpu-help">needs {escape(PRESET_NEEDS[self._preset])}</span>'
+                if self._preset
+                else "",
+            )
             _set(self._back, "Back to the preset" if self._preset else "Back to the defaults", "description")
             _set(self._back, not changed, "disabled")
             if self._config and (self._config != before or not self._memory.value):
@@ -408,7 +464,10 @@ class Form:
         try:
             self.run, said = _launch(cfg, self._place)
         except Exception as error:  # whatever it is, a button's traceback would be lost in the browser's log
-            self._busy, self._remark = "", f'<div class="multigpu-bad" role="alert">✗ {type(error).__name__}: {escape(str(error))}</div>'
+            self._busy, self._remark = (
+                "",
+                f'<div class="multigpu-bad" role="alert">✗ {type(error).__name__}: {escape(str(error))}</div>',
+            )
         else:
             self._busy, self._remark = f"running: {self.run.name}", f"<div>{escape(said)}</div>"
             threading.Thread(target=self._watch, args=(self.run,), name=f"form-{self.run.name}", daemon=True).start()

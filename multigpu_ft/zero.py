@@ -45,7 +45,9 @@ class Accelerated(Single):
                 "strategy='accelerate' computes in fp16 by autocast, which Accelerate has for GPUs only; use dtype='bf16' or 'fp32', or strategy='ddp'."
             )
         ways = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), GradScalerKwargs(enabled=False)]
-        self.accelerator = Accelerator(mixed_precision=_PRECISION[self.dtype], cpu=self.world.device.type == "cpu", kwargs_handlers=ways)
+        self.accelerator = Accelerator(
+            mixed_precision=_PRECISION[self.dtype], cpu=self.world.device.type == "cpu", kwargs_handlers=ways
+        )
 
     def prepare(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], streamed: bool = False
@@ -58,7 +60,9 @@ class Accelerated(Single):
 
     def _to_come(self) -> float:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        cast = 0 if self.dtype == torch.float32 else trained * self.dtype.itemsize  # autocast keeps it until the backward pass is over
+        cast = (
+            0 if self.dtype == torch.float32 else trained * self.dtype.itemsize
+        )  # autocast keeps it until the backward pass is over
         return 12 * trained + cast
 
     @contextmanager
@@ -93,7 +97,9 @@ class ZeRO(Accelerated):
 
     def _set_up(self) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # that torch 2.13 renamed collectives is no news for a user
+        warnings.filterwarnings(
+            "ignore", "`torch.distributed", FutureWarning
+        )  # that torch 2.13 renamed collectives is no news for a user
         if self.world.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for a GPU
             from deepspeed.accelerator import set_accelerator
@@ -117,14 +123,22 @@ class ZeRO(Accelerated):
 
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
         vectors = max((p.numel() for p in model.parameters() if p.ndim <= 1), default=0)
-        self.settings = zero_settings(self.cfg, self.world.size, _PRECISION[self.dtype].replace("no", "fp32"), trained, 1 + vectors)
+        self.settings = zero_settings(
+            self.cfg, self.world.size, _PRECISION[self.dtype].replace("no", "fp32"), trained, 1 + vectors
+        )
         try:
             DeepSpeedZeroConfig(**self.settings["zero_optimization"])
         except ValidationError as error:
-            said = "; ".join(f"zero_optimization.{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"deepspeed_config={self.cfg.deepspeed_config!r}: {said}; correct or remove it.") from None
+            said = "; ".join(
+                f"zero_optimization.{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
+            )
+            raise ConfigError(
+                f"deepspeed_config={self.cfg.deepspeed_config!r}: {said}; correct or remove it."
+            ) from None
         cpu = self.world.device.type == "cpu"
-        init_distributed(dist_backend="gloo" if cpu else "nccl", auto_mpi_discovery=False)  # on the process group that is there
+        init_distributed(
+            dist_backend="gloo" if cpu else "nccl", auto_mpi_discovery=False
+        )  # on the process group that is there
         PartialState(cpu=cpu)  # with DeepSpeed and without a GPU, Accelerate would believe to be alone
         plugin = DeepSpeedPlugin(hf_ds_config=self.settings, zero3_init_flag=False)
         self.accelerator = Accelerator(mixed_precision=_PRECISION[self.dtype], deepspeed_plugins=plugin)
@@ -179,7 +193,9 @@ class ZeRO(Accelerated):
         zero = self.engine.optimizer
         zero.clip_grad = max_norm or 0.0
         self.engine.step()
-        if self.stage < 3 and zero.overflow:  # with an optimizer in host memory it leaves them as they are, infinities included, to add the next ones to
+        if (
+            self.stage < 3 and zero.overflow
+        ):  # with an optimizer in host memory it leaves them as they are, infinities included, to add the next ones to
             for group in zero.averaged_gradients:
                 zero.averaged_gradients[group] = None
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float64, device=self.world.device)
@@ -193,12 +209,17 @@ class ZeRO(Accelerated):
         every = sum(map(elements, self.model.parameters()))
         trained = sum(elements(p) for p in self.model.parameters() if p.requires_grad)
         whole = min(MAX_LIVE, every) * self.dtype.itemsize if self.stage == 3 else 0
-        gradients = {1: 4 * trained, 2: 4 * trained / self.world.size, 3: 0}[self.stage]  # stage 3 has their place already
+        gradients = {1: 4 * trained, 2: 4 * trained / self.world.size, 3: 0}[
+            self.stage
+        ]  # stage 3 has their place already
         return whole + gradients + (0 if self.cfg.offload != "none" else 8 * trained / self.world.size)
 
     def _flat(self) -> list[torch.Tensor]:
         "The lines of fp32 weights that the optimizer updates, one a group."
-        return getattr(self.engine.optimizer, "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups")
+        return getattr(
+            self.engine.optimizer,
+            "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups",
+        )
 
     def _stretch(self, p: nn.Parameter) -> tuple[int, int]:
         "First element, and how many, of those that this rank has of `p`."
@@ -233,8 +254,14 @@ class ZeRO(Accelerated):
             shape, (first, _) = list(getattr(p, "ds_shape", p.shape)), self._stretch(p)
             for key in (None, *moments):
                 if (values := self._values(p, key)) is not None:
-                    parts[f"optimizer/{name}/{key}" if key else f"model/{name}"] = Part(values.detach(), first, shape, spread=self.world.size > 1)
-            parts |= {f"optimizer/{name}/{key}": Part(value, 0, []) for key, value in state.items() if torch.is_tensor(value) and not value.ndim}
+                    parts[f"optimizer/{name}/{key}" if key else f"model/{name}"] = Part(
+                        values.detach(), first, shape, spread=self.world.size > 1
+                    )
+            parts |= {
+                f"optimizer/{name}/{key}": Part(value, 0, [])
+                for key, value in state.items()
+                if torch.is_tensor(value) and not value.ndim
+            }
         return parts, {}
 
     def load_parts(self, saved: SavedParts, numbers: dict[str, Any], optimizer: bool) -> None:
@@ -253,7 +280,8 @@ class ZeRO(Accelerated):
             made = saved.whole(next(found for found in saved.names("optimizer/") if found.endswith("/step")))
             for line in self._flat():
                 self.engine.optimizer.optimizer.state[line] = {
-                    "step": made.to(line.device, copy=True), **{key: torch.zeros_like(line, requires_grad=False) for key in _ADAM - {"step"}},
+                    "step": made.to(line.device, copy=True),
+                    **{key: torch.zeros_like(line, requires_grad=False) for key in _ADAM - {"step"}},
                 }
             for name, p in trained.items():
                 for key in sorted(_ADAM - {"step"}):

@@ -15,28 +15,83 @@ from .config import ConfigError, RunConfig, did_you_mean
 
 # %% ../nbs/00f_zero_config.ipynb #32f12491
 _DEEPSPEED_ONLY = (
-    "zero_optimization", "communication_data_type", "zero_allow_untested_optimizer", "steps_per_print", "wall_clock_breakdown", "memory_breakdown",
-    "dump_state", "comms_logger", "flops_profiler",
+    "zero_optimization",
+    "communication_data_type",
+    "zero_allow_untested_optimizer",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "comms_logger",
+    "flops_profiler",
 )
 _OF_ZERO = (  # what zero_optimization may hold; the rest of what DeepSpeed knows lays out or updates weights in ways that checkpoints here do not follow
-    "stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size", "sub_group_size",
-    "ignore_unused_parameters", "use_multi_rank_bucket_allreduce", "memory_efficient_linear", "log_trace_cache_warnings", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
-    "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential",
-    "offload_optimizer.device", "offload_optimizer.pin_memory", "offload_optimizer.buffer_count", "offload_optimizer.fast_init",
-    "offload_param.device", "offload_param.pin_memory", "offload_param.buffer_count", "offload_param.buffer_size", "offload_param.max_in_cpu",
+    "stage",
+    "overlap_comm",
+    "contiguous_gradients",
+    "reduce_scatter",
+    "reduce_bucket_size",
+    "allgather_partitions",
+    "allgather_bucket_size",
+    "sub_group_size",
+    "ignore_unused_parameters",
+    "use_multi_rank_bucket_allreduce",
+    "memory_efficient_linear",
+    "log_trace_cache_warnings",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "offload_optimizer.device",
+    "offload_optimizer.pin_memory",
+    "offload_optimizer.buffer_count",
+    "offload_optimizer.fast_init",
+    "offload_param.device",
+    "offload_param.pin_memory",
+    "offload_param.buffer_count",
+    "offload_param.buffer_size",
+    "offload_param.max_in_cpu",
 )
 _ELSEWHERE = {
-    "activation_checkpointing": "the field activation_checkpointing", "scheduler": "the fields lr_scheduler and warmup_steps",
-    "optimizer": "the fields optimizer, learning_rate and weight_decay", "amp": "the field dtype", "torch_autocast": "the field dtype",
-    "data_types": "the field dtype; gradients are summed in fp32", "tensorboard": "the field tracker", "wandb": "the field tracker",
-    "comet": "the field tracker", "csv_monitor": "metrics.jsonl", "checkpoint": "the fields save_every, save_minutes and keep",
-    "dataloader_drop_last": "the loader, which drops nothing", "seed": "the field seed",
+    "activation_checkpointing": "the field activation_checkpointing",
+    "scheduler": "the fields lr_scheduler and warmup_steps",
+    "optimizer": "the fields optimizer, learning_rate and weight_decay",
+    "amp": "the field dtype",
+    "torch_autocast": "the field dtype",
+    "data_types": "the field dtype; gradients are summed in fp32",
+    "tensorboard": "the field tracker",
+    "wandb": "the field tracker",
+    "comet": "the field tracker",
+    "csv_monitor": "metrics.jsonl",
+    "checkpoint": "the fields save_every, save_minutes and keep",
+    "dataloader_drop_last": "the loader, which drops nothing",
+    "seed": "the field seed",
 }
 _NOT_HERE = (
-    "prescale_gradients", "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "aio", "sparse_gradients", "autotuning", "sparse_attention",
-    "data_efficiency", "curriculum_learning", "elasticity", "compression_training", "hybrid_engine", "tensor_parallel", "sequence_parallel_size", "compile",
-    "managed_gradient_accumulation", "disable_allgather", "expert_parallel", "pipeline",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "zero_force_ds_cpu_optimizer",
+    "aio",
+    "sparse_gradients",
+    "autotuning",
+    "sparse_attention",
+    "data_efficiency",
+    "curriculum_learning",
+    "elasticity",
+    "compression_training",
+    "hybrid_engine",
+    "tensor_parallel",
+    "sequence_parallel_size",
+    "compile",
+    "managed_gradient_accumulation",
+    "disable_allgather",
+    "expert_parallel",
+    "pipeline",
 )
 MAX_LIVE = 100_000_000  # elements that ZeRO-3 keeps whole beyond the block that computes; DeepSpeed's own ten times as many are more than its shards save
 SUB_GROUP = 100_000_000  # elements of a rank's share that ZeRO-3 updates at once, with a copy of their gradients
@@ -48,8 +103,14 @@ def _answers(cfg: RunConfig, world_size: int | None, dtype: str | None) -> dict[
     precision = dtype or (None if cfg.dtype == "auto" else cfg.dtype)
     answers: dict[str, tuple[Any, str]] = {
         "zero_optimization.stage": (cfg.zero_stage, f"strategy={cfg.strategy!r}"),
-        "zero_optimization.offload_optimizer.device": ("none" if cfg.offload == "none" else "cpu", f"offload={cfg.offload!r}"),
-        "zero_optimization.offload_param.device": ("cpu" if cfg.offload == "all" else "none", f"offload={cfg.offload!r}"),
+        "zero_optimization.offload_optimizer.device": (
+            "none" if cfg.offload == "none" else "cpu",
+            f"offload={cfg.offload!r}",
+        ),
+        "zero_optimization.offload_param.device": (
+            "cpu" if cfg.offload == "all" else "none",
+            f"offload={cfg.offload!r}",
+        ),
         "train_micro_batch_size_per_gpu": (cfg.batch_size, f"batch_size={cfg.batch_size}"),
         "gradient_accumulation_steps": (cfg.accum_steps, f"accum_steps={cfg.accum_steps}"),
         "gradient_clipping": (cfg.max_grad_norm or 0.0, f"max_grad_norm={cfg.max_grad_norm}"),
@@ -86,13 +147,17 @@ def read_zero_config(cfg: RunConfig, world_size: int | None = None, dtype: str |
     owned = {"fp16", "bf16", "train_batch_size", *(key.partition(".")[0] for key in answers)}
     for key, section in settings.items():
         if key in _ELSEWHERE and not _all_auto(section):
-            wrong.append(f"{key} is the business of {_ELSEWHERE[key]}: remove it, or give it the value \"auto\"")
+            wrong.append(f'{key} is the business of {_ELSEWHERE[key]}: remove it, or give it the value "auto"')
         elif key in _NOT_HERE:
             wrong.append(f"{key} is nothing that this package makes use of: remove it")
         elif key not in (*_ELSEWHERE, *_NOT_HERE, *_DEEPSPEED_ONLY, *owned):
             known = (*_DEEPSPEED_ONLY, *owned)
             wrong.append(f"{key} is unknown{did_you_mean(key, known)}")
-    wrong += [f"{key} is no object: write {{...}}" for key in ("fp16", "bf16", "zero_optimization") if not isinstance(settings.get(key, {}), dict)]
+    wrong += [
+        f"{key} is no object: write {{...}}"
+        for key in ("fp16", "bf16", "zero_optimization")
+        if not isinstance(settings.get(key, {}), dict)
+    ]
     for key, value in _leaves(settings).items():
         inner = key.removeprefix("zero_optimization.")
         if inner != key and inner not in _OF_ZERO:
@@ -101,9 +166,11 @@ def read_zero_config(cfg: RunConfig, world_size: int | None = None, dtype: str |
             continue
         if key in answers and answers[key][0] != value:
             means = f"{answers[key][1]} means {json.dumps(answers[key][0])}"
-            wrong.append(f"{key} is {json.dumps(value)}, but {means}: make them agree, or give it the value \"auto\"")
+            wrong.append(f'{key} is {json.dumps(value)}, but {means}: make them agree, or give it the value "auto"')
         elif key.startswith(("fp16.", "bf16.")) and not key.endswith(".enabled"):
-            wrong.append(f"{key}: the loss scale is kept here, by the rule of torch.amp.GradScaler, as under every strategy: remove it")
+            wrong.append(
+                f"{key}: the loss scale is kept here, by the rule of torch.amp.GradScaler, as under every strategy: remove it"
+            )
     if wrong:
         raise ConfigError(f"{_said(cfg)}: {'; '.join(wrong)}.")
     kept = {key: value for key, value in settings.items() if key in _DEEPSPEED_ONLY}
@@ -111,7 +178,11 @@ def read_zero_config(cfg: RunConfig, world_size: int | None = None, dtype: str |
 
 
 def _said(cfg: RunConfig) -> str:
-    return "deepspeed_config" if cfg.deepspeed_config.lstrip().startswith("{") else f"deepspeed_config={cfg.deepspeed_config!r}"
+    return (
+        "deepspeed_config"
+        if cfg.deepspeed_config.lstrip().startswith("{")
+        else f"deepspeed_config={cfg.deepspeed_config!r}"
+    )
 
 
 def _parse(cfg: RunConfig) -> dict[str, Any]:
@@ -120,7 +191,9 @@ def _parse(cfg: RunConfig) -> dict[str, Any]:
         settings = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
         json.dumps(settings, allow_nan=False)
     except OSError as error:
-        raise ConfigError(f"{_said(cfg)} cannot be read: {error.strerror}. Name a JSON file, or leave it empty.") from None
+        raise ConfigError(
+            f"{_said(cfg)} cannot be read: {error.strerror}. Name a JSON file, or leave it empty."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{_said(cfg)} is no JSON: {error}.") from None
     if not isinstance(settings, dict):
@@ -130,10 +203,18 @@ def _parse(cfg: RunConfig) -> dict[str, Any]:
 
 def require_packages(strategy: str) -> None:
     "Raise `ConfigError` if a package that `strategy` takes is missing."
-    needed = ("accelerate", "deepspeed") if strategy.startswith("zero") else ("accelerate",) if strategy == "accelerate" else ()
+    needed = (
+        ("accelerate", "deepspeed")
+        if strategy.startswith("zero")
+        else ("accelerate",)
+        if strategy == "accelerate"
+        else ()
+    )
     for package in needed:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"strategy={strategy!r} needs {package}, which is not installed: pip install 'multigpu_ft[deepspeed]', or use 'ddp' or 'fsdp'.")
+            raise ConfigError(
+                f"strategy={strategy!r} needs {package}, which is not installed: pip install 'multigpu_ft[deepspeed]', or use 'ddp' or 'fsdp'."
+            )
 
 
 def with_zero_config(cfg: RunConfig, world_size: int | None = None) -> RunConfig:
@@ -164,7 +245,9 @@ def bucket_size(trained: list[int]) -> int:
     return max(min(_BUCKET, -(-sum(trained) // 4)), *trained, 1)
 
 
-def zero_settings(cfg: RunConfig, world_size: int, dtype: str, trained: list[int], whole_below: int = 0) -> dict[str, Any]:
+def zero_settings(
+    cfg: RunConfig, world_size: int, dtype: str, trained: list[int], whole_below: int = 0
+) -> dict[str, Any]:
     """All that DeepSpeed is told for `cfg` on `world_size` ranks that compute in `dtype` ("fp32", "fp16", "bf16") and train so many elements of each parameter.
 
     Raises `ConfigError` as `read_zero_config` does. Parameters of fewer than `whole_below` elements are not cut by ZeRO-3: gathering a bias takes longer than
@@ -172,21 +255,29 @@ def zero_settings(cfg: RunConfig, world_size: int, dtype: str, trained: list[int
     answers, own = _answers(cfg, world_size, dtype), read_zero_config(cfg, world_size, dtype)
     zero: dict[str, Any] = {"stage": cfg.zero_stage, "reduce_bucket_size": bucket_size(trained)}
     if cfg.zero_stage == 3:
-        zero |= {"stage3_max_live_parameters": MAX_LIVE, "stage3_max_reuse_distance": MAX_LIVE, "sub_group_size": SUB_GROUP}
+        zero |= {
+            "stage3_max_live_parameters": MAX_LIVE,
+            "stage3_max_reuse_distance": MAX_LIVE,
+            "sub_group_size": SUB_GROUP,
+        }
         zero["stage3_param_persistence_threshold"] = whole_below
     for name in ("offload_optimizer", "offload_param"):
         if answers[f"zero_optimization.{name}.device"][0] == "cpu":
             zero[name] = {"device": "cpu"}
     settings = {
-        "train_micro_batch_size_per_gpu": cfg.batch_size, "train_batch_size": cfg.batch_size * world_size,
+        "train_micro_batch_size_per_gpu": cfg.batch_size,
+        "train_batch_size": cfg.batch_size * world_size,
         "gradient_accumulation_steps": 1,  # the training loop says which micro-batch is the last, and weighs them by their tokens
-        "gradient_clipping": cfg.max_grad_norm or 0.0, "zero_optimization": zero,
+        "gradient_clipping": cfg.max_grad_norm or 0.0,
+        "zero_optimization": zero,
         # sums of gradients in fp32, over micro-batches and over ranks, as under every strategy
         "communication_data_type": "fp32",
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW on the CPU as well, which computes what it computes on a GPU and needs no compiler
         "zero_allow_untested_optimizer": True,
     }
-    if dtype != "bf16" or cfg.zero_stage > 1 or cfg.offload != "none":  # for that one case DeepSpeed has another optimizer, which skips no step
+    if (
+        dtype != "bf16" or cfg.zero_stage > 1 or cfg.offload != "none"
+    ):  # for that one case DeepSpeed has another optimizer, which skips no step
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if dtype == "fp16":
         settings["fp16"] = {"enabled": True, "loss_scale": 1, "auto_cast": False}

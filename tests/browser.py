@@ -1,6 +1,7 @@
 """A notebook in a real browser: a Jupyter server of its own, and a page on which a test clicks, types and reads as a user does.
 
 A test module asks for it with `pytest_plugins = ["browser"]` and the fixtures `lab` and `shots`."""
+
 import importlib.util
 import json
 import os
@@ -26,9 +27,13 @@ def chromium():
 @pytest.fixture(scope="session")
 def browser_there():
     "Skips where there is nothing to drive, or nothing to drive it with."
-    missing = [name for name in ("playwright", "jupyterlab", "nbclassic") if not importlib.util.find_spec(name)] + ["chromium"] * (not chromium())
+    missing = [name for name in ("playwright", "jupyterlab", "nbclassic") if not importlib.util.find_spec(name)] + [
+        "chromium"
+    ] * (not chromium())
     if missing:
-        pytest.skip(f"needs a chromium browser, playwright, jupyterlab and nbclassic; missing here: {', '.join(missing)}")
+        pytest.skip(
+            f"needs a chromium browser, playwright, jupyterlab and nbclassic; missing here: {', '.join(missing)}"
+        )
 
 
 @pytest.fixture
@@ -48,7 +53,10 @@ def shots(tmp_path):
 
 def make_notebook(path, *cells, kernel="python3"):
     "Write a notebook of these code cells, and return its path."
-    spec = {"kernelspec": {"name": kernel, "display_name": kernel, "language": "python"}, "language_info": {"name": "python"}}
+    spec = {
+        "kernelspec": {"name": kernel, "display_name": kernel, "language": "python"},
+        "language_info": {"name": "python"},
+    }
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata=spec), path)
     return Path(path)
 
@@ -61,23 +69,39 @@ class Lab:
         own = self.folder / ".jupyter"
         _settings(own, theme)
         places = {
-            "JUPYTER_CONFIG_DIR": own / "config", "JUPYTER_DATA_DIR": own / "data", "JUPYTER_RUNTIME_DIR": own / "runtime",
-            "JUPYTERLAB_SETTINGS_DIR": own / "settings", "JUPYTERLAB_WORKSPACES_DIR": own / "workspaces", "IPYTHONDIR": own / "ipython",
+            "JUPYTER_CONFIG_DIR": own / "config",
+            "JUPYTER_DATA_DIR": own / "data",
+            "JUPYTER_RUNTIME_DIR": own / "runtime",
+            "JUPYTERLAB_SETTINGS_DIR": own / "settings",
+            "JUPYTERLAB_WORKSPACES_DIR": own / "workspaces",
+            "IPYTHONDIR": own / "ipython",
         }
         options = {
-            "ServerApp.ip": "127.0.0.1", "ServerApp.port": 0, "IdentityProvider.token": self.token, "ServerApp.open_browser": False,
-            "ServerApp.root_dir": self.folder, "ServerApp.allow_root": True, "ServerApp.terminals_enabled": False,
-            "LabApp.expose_app_in_browser": True, "LabApp.check_for_updates_class": "jupyterlab.NeverCheckForUpdate",
-            "NotebookApp.show_banner": False, # of nbclassic
+            "ServerApp.ip": "127.0.0.1",
+            "ServerApp.port": 0,
+            "IdentityProvider.token": self.token,
+            "ServerApp.open_browser": False,
+            "ServerApp.root_dir": self.folder,
+            "ServerApp.allow_root": True,
+            "ServerApp.terminals_enabled": False,
+            "LabApp.expose_app_in_browser": True,
+            "LabApp.check_for_updates_class": "jupyterlab.NeverCheckForUpdate",
+            "NotebookApp.show_banner": False,  # of nbclassic
             # should the test be killed, the server goes by itself
-            "ServerApp.shutdown_no_activity_timeout": 900, "MappingKernelManager.cull_idle_timeout": 600, "MappingKernelManager.cull_connected": True,
+            "ServerApp.shutdown_no_activity_timeout": 900,
+            "MappingKernelManager.cull_idle_timeout": 600,
+            "MappingKernelManager.cull_connected": True,
         }
         with ExitStack() as ends:
             browser = ends.enter_context(_browser())
             log = ends.enter_context(open(own / "server.log", "w"))
             server = subprocess.Popen(
-                [sys.executable, "-m", "jupyterlab", *(f"--{key}={value}" for key, value in options.items())], cwd=self.folder,
-                env={**os.environ, **{key: str(value) for key, value in places.items()}, **(env or {})}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [sys.executable, "-m", "jupyterlab", *(f"--{key}={value}" for key, value in options.items())],
+                cwd=self.folder,
+                env={**os.environ, **{key: str(value) for key, value in places.items()}, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
             ends.callback(_end, server)
             self.url = _address(server, own)
@@ -107,7 +131,7 @@ def _address(server, own, seconds=60):
         for info in own.glob("runtime/jpserver-*.json"):
             try:
                 return json.loads(info.read_text())["url"]
-            except ValueError: # it is being written
+            except ValueError:  # it is being written
                 pass
         time.sleep(0.05)
     raise AssertionError(f"no Jupyter server: {(own / 'server.log').read_text()[-3000:]}")
@@ -116,7 +140,7 @@ def _address(server, own, seconds=60):
 def _end(server):
     "End a server and its kernels; what a kernel leaves behind is for a test to find."
     kernels = psutil.Process(server.pid).children() if server.poll() is None else []
-    server.terminate() # it shuts its kernels down
+    server.terminate()  # it shuts its kernels down
     try:
         server.wait(15)
     except subprocess.TimeoutExpired:
@@ -129,15 +153,25 @@ def _end(server):
 def _settings(own, theme):
     config = own / "config" / "labconfig"
     config.mkdir(parents=True, exist_ok=True)
-    (config / "default_setting_overrides.json").write_text(json.dumps({
-        "@jupyterlab/apputils-extension:themes": {"theme": f"JupyterLab {theme.title()}"},
-        "@jupyterlab/apputils-extension:notification": {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True},
-        # outputs off screen are rendered too
-        "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
-        # only what the test saves is saved
-        "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
-    }))
-    (config / "page_config.json").write_text(json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}))
+    (config / "default_setting_overrides.json").write_text(
+        json.dumps(
+            {
+                "@jupyterlab/apputils-extension:themes": {"theme": f"JupyterLab {theme.title()}"},
+                "@jupyterlab/apputils-extension:notification": {
+                    "checkForUpdates": False,
+                    "fetchNews": "false",
+                    "doNotDisturbMode": True,
+                },
+                # outputs off screen are rendered too
+                "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
+                # only what the test saves is saved
+                "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
+            }
+        )
+    )
+    (config / "page_config.json").write_text(
+        json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}})
+    )
 
 
 _shared = {"users": 0}
@@ -164,6 +198,7 @@ def _browser():
 
 class Page:
     "A notebook in JupyterLab. Cells are counted from 0. What is not here is on `.page`, playwright's own."
+
     cells = ".jp-Notebook .jp-Cell"
     outputs = ".jp-Notebook .jp-OutputArea"
     path = "lab/workspaces/{unique}/tree/{path}"
@@ -180,8 +215,13 @@ class Page:
         window.jupyterapp.commands.execute(command).finally(() => window.running--)
     }"""
     done = "() => window.running == 0"
-    commands = {"cell": "notebook:run-cell", "all": "notebook:run-all-cells", "interrupt": "notebook:interrupt-kernel",
-                "restart": "notebook:restart-kernel", "save": "docmanager:save"}
+    commands = {
+        "cell": "notebook:run-cell",
+        "all": "notebook:run-all-cells",
+        "interrupt": "notebook:interrupt-kernel",
+        "restart": "notebook:restart-kernel",
+        "save": "docmanager:save",
+    }
 
     def __init__(self, lab, path):
         self.page = lab.context.new_page()
@@ -240,8 +280,13 @@ class Page:
 
     def theme(self, name):
         "Turn to the `light` or the `dark` theme."
-        self.page.evaluate("name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})", f"JupyterLab {name.title()}")
-        self._wait(f"() => document.body.dataset.jpThemeLight == '{str(name == 'light').lower()}'", 10, f"the {name} theme")
+        self.page.evaluate(
+            "name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})",
+            f"JupyterLab {name.title()}",
+        )
+        self._wait(
+            f"() => document.body.dataset.jpThemeLight == '{str(name == 'light').lower()}'", 10, f"the {name} theme"
+        )
 
     def screenshots(self, folder, name, locator=None):
         "A picture in each theme."
@@ -252,7 +297,7 @@ class Page:
     def screenshot(self, path, locator=None):
         "A picture of the page, or of a locator alone, all of it."
         window, box = self.page.viewport_size, locator and locator.bounding_box()
-        if box and box["height"] > window["height"] - 200: # what is scrolled away would be cut off
+        if box and box["height"] > window["height"] - 200:  # what is scrolled away would be cut off
             self.page.set_viewport_size({**window, "height": int(box["height"]) + 300})
         (locator or self.page).screenshot(path=path)
         self.page.set_viewport_size(window)
@@ -267,11 +312,14 @@ class Page:
         try:
             self.page.wait_for_function(condition, timeout=1000 * seconds)
         except Exception as e:
-            raise AssertionError(f"not within {seconds} s: {what}; shown: {self.page.locator(self.outputs).all_inner_texts()}") from e
+            raise AssertionError(
+                f"not within {seconds} s: {what}; shown: {self.page.locator(self.outputs).all_inner_texts()}"
+            ) from e
 
 
 class Classic(Page):
     "A notebook in the classic Jupyter Notebook, as nbclassic keeps it."
+
     cells = "#notebook-container > .cell"
     outputs = "#notebook-container .output"
     path = "notebooks/{path}"
@@ -285,7 +333,9 @@ class Classic(Page):
     start = "([command, i]) => { Function('notebook', 'i', command)(Jupyter.notebook, i) }"
     done = "() => window.running == 0 && Jupyter.notebook.get_cells().every(cell => cell.input_prompt_number != '*')"
     commands = {
-        "cell": "notebook.execute_cells([i])", "all": "notebook.execute_all_cells()", "interrupt": "notebook.kernel.interrupt()",
+        "cell": "notebook.execute_cells([i])",
+        "all": "notebook.execute_all_cells()",
+        "interrupt": "notebook.kernel.interrupt()",
         "restart": "window.running++; notebook.restart_kernel().then(() => window.running--)",
         "save": "window.running++; notebook.save_notebook().then(() => window.running--)",
     }

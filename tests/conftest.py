@@ -1,4 +1,5 @@
 """Fixtures: a run root whose processes must all be gone when its test ends, and a real Jupyter kernel."""
+
 import json
 import os
 import queue
@@ -24,8 +25,22 @@ DATA = REPO.parent / "shared" / "data"
 
 
 # Files that take longest, first: workers take whole files, and the last one to begin is the last one to end.
-LONGEST = ("nodes", "guides", "failing_well", "zero", "project", "estimates", "calls", "tuning", "exactness", "faults", "generation", "resuming", "training",
-           "trackers")
+LONGEST = (
+    "nodes",
+    "guides",
+    "failing_well",
+    "zero",
+    "project",
+    "estimates",
+    "calls",
+    "tuning",
+    "exactness",
+    "faults",
+    "generation",
+    "resuming",
+    "training",
+    "trackers",
+)
 
 
 def slow(*values):
@@ -62,7 +77,11 @@ def processes(run_root):
     for process in psutil.process_iter():
         try:
             line = process.cmdline()
-            if process.status() != psutil.STATUS_ZOMBIE and "-m" in line and any(str(run_root) in word for word in line):
+            if (
+                process.status() != psutil.STATUS_ZOMBIE
+                and "-m" in line
+                and any(str(run_root) in word for word in line)
+            ):
                 found.append(process)
         except psutil.NoSuchProcess:
             pass
@@ -121,11 +140,13 @@ def server(material):
 @pytest.fixture(scope="module")
 def train(server):
     "`launch`, without what it takes to start Python and import torch."
+
     def train(cfg):
         nproc = cfg.nproc or (1 if cfg.strategy == "single" else 2)
         run = Run(server.finish(cfg.replace(nproc=nproc), seconds=300))
         assert run.status["state"] in ("done", "stopped"), run.logs(0)[-3000:]
         return run
+
     return train
 
 
@@ -136,12 +157,19 @@ def ranks(run_dir):
 
 def running(run_root, steps=3):
     "The directory of the one run under `run_root`, once it has logged `steps` steps."
+
     def ready():
         for metrics in run_root.glob("*/metrics.jsonl"):
-            if metrics.read_text().count("\n") >= steps and json.loads((metrics.parent / "status.json").read_text())["state"] == "running":
+            if (
+                metrics.read_text().count("\n") >= steps
+                and json.loads((metrics.parent / "status.json").read_text())["state"] == "running"
+            ):
                 return metrics.parent
+
     try:
-        return until(ready, 120, "a run that trains")  # Python starts four times, which takes a minute where others do that, too
+        return until(
+            ready, 120, "a run that trains"
+        )  # Python starts four times, which takes a minute where others do that, too
     except AssertionError as error:
         raise AssertionError(f"{error}\n{_evidence(run_root)}") from None
 
@@ -181,7 +209,9 @@ class Kernel:
         self.client.wait_for_ready(timeout=60)
         self._stacks = tempfile.NamedTemporaryFile("r", prefix="kernel-stacks-")
         register = f"faulthandler.register(signal.SIGUSR1, open({self._stacks.name!r}, 'w'))"
-        self.client.execute_interactive(f"import faulthandler, signal; {register}; del faulthandler, signal", silent=True, timeout=60)
+        self.client.execute_interactive(
+            f"import faulthandler, signal; {register}; del faulthandler, signal", silent=True, timeout=60
+        )
 
     def run(self, code, timeout=120):
         "Execute `code`; returns what it printed or showed, and raises `CellError` as the frontend shows an error."
@@ -223,7 +253,9 @@ class _Cell:
             try:
                 message = self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"the cell is still running after {timeout} s; it showed: {shown}; its threads:\n{self._stacks()}") from None
+                raise AssertionError(
+                    f"the cell is still running after {timeout} s; it showed: {shown}; its threads:\n{self._stacks()}"
+                ) from None
             kind, content = message["msg_type"], message["content"]
             if message["parent_header"].get("msg_id") != self.id:
                 continue
@@ -278,7 +310,12 @@ def failing_rank(tmp_path):
 
 def papermill(*arguments, cwd, env=None, timeout=300):
     return subprocess.run(
-        [BIN / "papermill", *map(str, arguments)], cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout,
+        [BIN / "papermill", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
         stdin=subprocess.DEVNULL,
     )
 
@@ -287,5 +324,9 @@ def outputs(notebook):
     "All text that the notebook shows."
     cells = json.loads(Path(notebook).read_text())["cells"]
     found = [o for c in cells for o in c.get("outputs", [])]
-    return "\n".join("".join(o.get("text", "")) + "".join(o.get("data", {}).get("text/plain", "")) + "\n".join(o.get("traceback", [])) for o in found)
-
+    return "\n".join(
+        "".join(o.get("text", ""))
+        + "".join(o.get("data", {}).get("text/plain", ""))
+        + "\n".join(o.get("traceback", []))
+        for o in found
+    )

@@ -2,6 +2,7 @@
 
 Everything in one process pair, because importing takes longer than the steps.
 """
+
 import copy
 import hashlib
 import json
@@ -30,7 +31,13 @@ ARCHITECTURES = {
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0, "attention_dropout": 0.0},
     "llama": {"intermediate_size": 128, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "qwen3": {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
-    "opt-gelu": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0, "attention_dropout": 0.0, "activation_function": "gelu"},
+    "opt-gelu": {
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 64,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_function": "gelu",
+    },
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 SPLITS = [  # each a way to share 8 rows
@@ -50,13 +57,22 @@ SPLITS = [  # each a way to share 8 rows
 
 def build(name):
     torch.manual_seed(0)
-    common = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": MAX_LENGTH}
-    config = AutoConfig.for_model(name.removesuffix("-gelu"), **common, pad_token_id=1, bos_token_id=0, eos_token_id=2, **ARCHITECTURES[name])
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_LENGTH,
+    }
+    config = AutoConfig.for_model(
+        name.removesuffix("-gelu"), **common, pad_token_id=1, bos_token_id=0, eos_token_id=2, **ARCHITECTURES[name]
+    )
     return AutoModelForCausalLM.from_config(config).train()
 
 
 class Words:
     "Texts are lists of numbers; every number a token."
+
     eos_token_id, pad_token_id = 2, 1
 
     def __call__(self, texts, truncation, max_length):
@@ -74,7 +90,9 @@ def config(strategy, **settings):
 
 
 def start(model, cfg, world):
-    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one, and here it has several strategies, one after the other
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # a process has one, and here it has several strategies, one after the other
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     torch.nn.functional.linear = LINEAR  # ZeRO-3 puts its own in this place
     strategy, _ = make_strategy(cfg, world, 0)
@@ -85,7 +103,9 @@ def start(model, cfg, world):
 def steps(texts, cfg, packing, world):
     epoch = 1
     while True:
-        yield from epoch_steps(texts, Order.of(cfg, packing, len(texts), world.size), cfg, epoch, 0, world.rank, world.size)
+        yield from epoch_steps(
+            texts, Order.of(cfg, packing, len(texts), world.size), cfg, epoch, 0, world.rank, world.size
+        )
         epoch += 1
 
 
@@ -97,7 +117,9 @@ def curve(model, texts, packing, world, strategy, settings):
     for _ in range(STEPS):
         step = next(stream)
         loss, norm = train_step(strategy, step, 1e-3, 1.0, watch)
-        points.append((world.sum(loss.item())[0] / step.targets if world.size > 1 else loss.item() / step.targets, norm.item()))
+        points.append(
+            (world.sum(loss.item())[0] / step.targets if world.size > 1 else loss.item() / step.targets, norm.item())
+        )
     return points
 
 
@@ -129,7 +151,9 @@ def planted_infinity(model, texts, world, way, dtype):
     batch = {k: torch.from_numpy(v) for k, v in next(stream).micro_batches[0].items()}
     with strategy.accumulate(last=True):
         loss = strategy.forward(**batch, scale=strategy.loss_scale.value / 100)[0]
-        strategy.backward(loss * float("inf") if world.rank == 1 and cfg.zero_stage else loss)  # DeepSpeed keeps its gradients to itself
+        strategy.backward(
+            loss * float("inf") if world.rank == 1 and cfg.zero_stage else loss
+        )  # DeepSpeed keeps its gradients to itself
     if world.rank == 1 and not cfg.zero_stage:
         gradient = next(strategy.model.parameters()).grad
         (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float("inf")
@@ -138,8 +162,12 @@ def planted_infinity(model, texts, world, way, dtype):
     unchanged = fingerprint(strategy) == before
     train_step(strategy, next(stream), 1e-3, 1.0, Stopwatch(world.device))
     report = {
-        "norm_finite": bool(norm.isfinite()), "unchanged": unchanged, "skipped": int(strategy.skipped), "in_a_row": int(strategy.skipped_in_a_row),
-        "scale": strategy.loss_scale.value.item(), "goes_on": fingerprint(strategy) != before,
+        "norm_finite": bool(norm.isfinite()),
+        "unchanged": unchanged,
+        "skipped": int(strategy.skipped),
+        "in_a_row": int(strategy.skipped_in_a_row),
+        "scale": strategy.loss_scale.value.item(),
+        "goes_on": fingerprint(strategy) != before,
     }
     return everybodys(report)
 
@@ -172,14 +200,22 @@ def main():
     models = {name: build(name) for name in ARCHITECTURES}
     for name, model in models.items():
         report["texts"][name] = alone_and_together(model, slice_of(24, seed=1))
-        for packing in () if name not in sys.argv[2:] else ("packed", "bucketed", "padded") if name == "qwen3" else ("packed",):
+        for packing in (
+            () if name not in sys.argv[2:] else ("packed", "bucketed", "padded") if name == "qwen3" else ("packed",)
+        ):
             curves = [curve(model, texts, packing, world, *split) for split in SPLITS]
-            labels = [f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}" for strategy, settings in SPLITS]
-            report["curves"] |= {label: deviation(points, curves[0]) for label, points in zip(labels[1:], curves[1:], strict=True)}
+            labels = [
+                f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}" for strategy, settings in SPLITS
+            ]
+            report["curves"] |= {
+                label: deviation(points, curves[0]) for label, points in zip(labels[1:], curves[1:], strict=True)
+            }
     few = slice_of(3, seed=2)  # on the last step rank 1 has no targets at all
     reference = curve(models["llama"], few, "padded", world, "single", {"batch_size": 1, "accum_steps": 2})
     for name in ("ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"):
-        report["uneven"][name] = deviation(curve(models["llama"], few, "padded", world, name, {"batch_size": 1}), reference)
+        report["uneven"][name] = deviation(
+            curve(models["llama"], few, "padded", world, name, {"batch_size": 1}), reference
+        )
     for way in ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero1 offload", "zero2 offload", "zero3 offload"):
         for dtype in ("fp16",) if "offload" in way else ("fp32", "bf16", "fp16"):
             report["infinity"][f"{way} {dtype}"] = planted_infinity(models["opt"], texts, world, way, dtype)
@@ -195,7 +231,9 @@ def main():
         train_step(begun, next(stream), 1e-3, 1.0, Stopwatch(world.device))
         pair = next(stream), next(stream)
         kept = kept_bytes(begun, [step.micro_batches[0] for step in pair], sum(step.targets for step in pair))
-        report["bytes"][strategy] = {kind: size / sum(p.numel() for p in models["opt-gelu"].parameters()) for kind, size in kept.items()}
+        report["bytes"][strategy] = {
+            kind: size / sum(p.numel() for p in models["opt-gelu"].parameters()) for kind, size in kept.items()
+        }
     if world.is_main:
         with open(sys.argv[1], "w") as file:
             json.dump(report, file, indent=1)

@@ -5,6 +5,7 @@
 
 Repetition is cheap because runs are forked from a server that has torch imported already. A part of the kills goes through torchrun all the same.
 """
+
 import argparse
 import contextlib
 import hashlib
@@ -40,19 +41,37 @@ def make_material(folder):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedTokenizerFast
 
-    vocabulary = {word: i for i, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(WORDS)), *(f"id{i}" for i in range(TEXTS))])}
+    vocabulary = {
+        word: i
+        for i, word in enumerate(
+            ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(WORDS)), *(f"id{i}" for i in range(TEXTS))]
+        )
+    }
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     config = OPTConfig(
-        vocab_size=len(vocabulary), hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=MAX_LENGTH, dropout=0.1, bos_token_id=0, pad_token_id=1, eos_token_id=2,
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=MAX_LENGTH,
+        dropout=0.1,
+        bos_token_id=0,
+        pad_token_id=1,
+        eos_token_id=2,
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder / "model")
     rng = random.Random(0)
     texts = [f"id{i} " + " ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randint(3, 24))) for i in range(TEXTS)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text, "label": text.count("w1") % 2}) + "\n" for text in texts))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text, "label": text.count("w1") % 2}) + "\n" for text in texts)
+    )
     return folder
 
 
@@ -73,20 +92,42 @@ def world_of_one():
 
 
 def config(folder, root, **settings):
-    common = {"model": str(folder / "model"), "dataset": str(folder / "texts.jsonl"), "run_root": str(root), "max_length": MAX_LENGTH, "learning_rate": 1e-3}
-    return RunConfig(**{**common, "packing": "padded", "batch_size": 2, "num_epochs": 2, "save_every": 2, "nproc": 2, "strategy": "ddp", **settings})
+    common = {
+        "model": str(folder / "model"),
+        "dataset": str(folder / "texts.jsonl"),
+        "run_root": str(root),
+        "max_length": MAX_LENGTH,
+        "learning_rate": 1e-3,
+    }
+    return RunConfig(
+        **{
+            **common,
+            "packing": "padded",
+            "batch_size": 2,
+            "num_epochs": 2,
+            "save_every": 2,
+            "nproc": 2,
+            "strategy": "ddp",
+            **settings,
+        }
+    )
 
 
 # -- the server -----------------------------------------------------------------------------------------------------
 
+
 def traced(epoch_steps, run_dir, rank):
     "`epoch_steps`, writing down which texts each step is made of."
+
     def steps(*arguments):
         for step in epoch_steps(*arguments):
-            ids = [int(t) - FIRST_ID for batch in step.micro_batches for t in batch["input_ids"].ravel() if t >= FIRST_ID]
+            ids = [
+                int(t) - FIRST_ID for batch in step.micro_batches for t in batch["input_ids"].ravel() if t >= FIRST_ID
+            ]
             with open(Path(run_dir) / f"trace{rank}.jsonl", "a") as file:
                 file.write(json.dumps(ids) + "\n")
             yield step
+
     return steps
 
 
@@ -107,14 +148,17 @@ def guarded(run, run_dir, rank):
         outcome = run(training)
         (Path(run_dir) / f"frozen{rank}.json").write_text(json.dumps([before, frozen(training)]))
         return outcome
+
     return watched
 
 
 def delayed(finish, seconds):
     "`Training.finish` of a rank that has to wait for the disk, or for an upload, before it writes how the run ended."
+
     def late(training, outcome):
         time.sleep(seconds)
         finish(training, outcome)
+
     return late
 
 
@@ -129,7 +173,9 @@ def serve():
 
     torch.set_num_threads(1)
     ready, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints when it is imported
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore that forks share: killed with it in hand, a rank would stop all ranks after it
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own is a semaphore that forks share: killed with it in hand, a rank would stop all ranks after it
     AutoModelForCausalLM.from_pretrained(sys.argv[2])
     AutoTokenizer.from_pretrained(sys.argv[2])
     for name in sys.argv[3:]:
@@ -178,7 +224,13 @@ def be_rank(run_dir, rank, nproc, agent, store):
     log = os.open(Path(run_dir) / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(nproc),
+        LOCAL_WORLD_SIZE=str(nproc),
+        GLOO_SOCKET_IFNAME="lo",
+    )
     stop = StopSignal(lambda: training._hopeless(RunDir(run_dir)))
     training.dist.init_process_group("gloo", store=training.dist.FileStore(store, nproc), rank=rank, world_size=nproc)
     training.epoch_steps = traced(training.epoch_steps, run_dir, rank)
@@ -192,9 +244,18 @@ class Server:
     "Starts runs in milliseconds."
 
     def __init__(self, model, *modules):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "serve", str(model), *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            [sys.executable, __file__, "serve", str(model), *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         assert self._process.stdout.readline() == "ready\n"
 
@@ -205,7 +266,9 @@ class Server:
             run_dir = RunDir.create(cfg)
             run_dir.update_status(launched=time.time())
         (run_dir.path / "store").unlink(missing_ok=True)
-        self._process.stdin.write(json.dumps({"run_dir": str(run_dir.path), "nproc": cfg.nproc, "environment": environment}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"run_dir": str(run_dir.path), "nproc": cfg.nproc, "environment": environment}) + "\n"
+        )
         self._process.stdin.flush()
         return run_dir, int(self._process.stdout.readline())
 
@@ -236,6 +299,7 @@ def wait_for_end(run_dir, agent, seconds=60):
 
 # -- comparing ------------------------------------------------------------------------------------------------------
 
+
 def final_state(checkpoint):
     "A digest of every tensor of parameters and optimizer, whichever file its rows are in."
     from safetensors import safe_open
@@ -246,7 +310,10 @@ def final_state(checkpoint):
             for name, (first, _) in json.loads(file.metadata()["pieces"]).items():
                 if not name.startswith("random/"):
                     rows.setdefault(name, []).append((first, file.get_tensor(name).tobytes()))
-    return {name: hashlib.sha256(b"".join(content for _, content in sorted(parts))).hexdigest() for name, parts in rows.items()}
+    return {
+        name: hashlib.sha256(b"".join(content for _, content in sorted(parts))).hexdigest()
+        for name, parts in rows.items()
+    }
 
 
 def lineage(runs):
@@ -282,14 +349,18 @@ def outcome(root, runs):
 def assert_exact(found, expected, texts=TEXTS, epochs=2):
     assert found["losses"] == expected["losses"], "losses differ"
     assert found["texts"] == expected["texts"], "texts differ"
-    assert sorted(itertools.chain(*found["texts"])) == sorted(list(range(texts)) * epochs), "a text is missing or repeated"
+    assert sorted(itertools.chain(*found["texts"])) == sorted(list(range(texts)) * epochs), (
+        "a text is missing or repeated"
+    )
     assert found["state"] == expected["state"], "parameters or optimizer differ"
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------
 
 WAYS = [
-    {"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "ddp", "packing": "packed", "batch_size": 1},
+    {"strategy": "ddp"},
+    {"strategy": "fsdp"},
+    {"strategy": "ddp", "packing": "packed", "batch_size": 1},
     {"strategy": "fsdp", "packing": "bucketed", "batch_size": 1},
 ]
 
@@ -298,7 +369,14 @@ class Kills:
     "SIGKILL of a random rank, or of the agent, at a random moment; then resume, to the end."
 
     def __init__(self, folder, server, material=None, ways=WAYS):
-        self.folder, self.server, self.material, self.ways, self.expected, self.seconds = folder, server, material or folder, ways, {}, {}
+        self.folder, self.server, self.material, self.ways, self.expected, self.seconds = (
+            folder,
+            server,
+            material or folder,
+            ways,
+            {},
+            {},
+        )
         for number, way in enumerate(ways):
             root = folder / f"undisturbed{number}"
             begun = time.monotonic()
@@ -351,7 +429,9 @@ class Kills:
         wait_for_end(run_dir, agent)
         took = time.monotonic() - asked
         state = run_dir.status()["state"]
-        assert state in ("stopped", "done"), f"seed {seed}, {kind}: {run_dir.status()} {run_dir.log_file(0).read_text()[-3000:]}"
+        assert state in ("stopped", "done"), (
+            f"seed {seed}, {kind}: {run_dir.status()} {run_dir.log_file(0).read_text()[-3000:]}"
+        )
         runs = [run_dir, self.server.finish(cfg)]
         assert runs[1].status().get("first_step", 1) == run_dir.status()["step"] + 1, "a step was lost"
         assert_exact(outcome(root, runs), self.expected[number])
@@ -431,7 +511,9 @@ class Reshapes:
         self.folder, self.server, self.expected = folder, server, {}
         settings = json.loads((folder / "model" / "config.json").read_text())
         shutil.copytree(folder / "model", folder / "smooth")
-        (folder / "smooth" / "config.json").write_text(json.dumps({**settings, "dropout": 0.0, "activation_function": "gelu"}))
+        (folder / "smooth" / "config.json").write_text(
+            json.dumps({**settings, "dropout": 0.0, "activation_function": "gelu"})
+        )
 
     def config(self, root, **settings):
         return config(self.folder, root, model=str(self.folder / "smooth"), **settings)
@@ -442,23 +524,42 @@ class Reshapes:
         packing, rows = rng.choice(["padded", "packed", "bucketed"]), rng.choice([4, 6])
         slice_of = {"start_idx": (start := rng.randrange(8)), "end_idx": rng.randrange(start + 30, TEXTS + 1)}
         root = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"reshape{seed}-"))
-        common = {"packing": packing, "save_every": None, "max_length": 32 if packing == "padded" else 24, "seed": rng.randrange(3), **slice_of}
+        common = {
+            "packing": packing,
+            "save_every": None,
+            "max_length": 32 if packing == "padded" else 24,
+            "seed": rng.randrange(3),
+            **slice_of,
+        }
         plain = self.server.finish(self.config(root / "undisturbed", batch_size=rows // 2, **common))
         runs, segments = [], []
         while not runs or runs[-1].status()["slice_step"] < plain.status()["slice_step"]:
             nproc = rng.choice([n for n in (1, 2) if not runs or n != segments[-1][1]])
             strategy = rng.choice(["ddp", "fsdp"] if nproc == 2 else ["single", "ddp", "fsdp"])
             batch = rng.choice([b for b in range(1, rows + 1) if rows % (b * nproc) == 0])
-            accum = rows // batch // nproc if not runs else rng.choice([1, 2, 3])  # later the global batch stays what it was, whatever this says
+            accum = (
+                rows // batch // nproc if not runs else rng.choice([1, 2, 3])
+            )  # later the global batch stays what it was, whatever this says
             steps = rng.randint(1, 6)
-            cfg = self.config(root / "reshaped", strategy=strategy, nproc=nproc, batch_size=batch, accum_steps=accum, max_steps=steps, **common)
+            cfg = self.config(
+                root / "reshaped",
+                strategy=strategy,
+                nproc=nproc,
+                batch_size=batch,
+                accum_steps=accum,
+                max_steps=steps,
+                **common,
+            )
             runs.append(self.server.finish(cfg))
             assert runs[-1].status()["state"] == "done", runs[-1].log_file(0).read_text()[-3000:]
             segments.append((strategy, nproc, batch, accum, steps))
         losses, texts = lineage(runs)
         expected, expected_texts = lineage([plain])
         assert texts == expected_texts, (seed, segments)
-        assert sorted(itertools.chain(*texts)) == sorted(list(range(slice_of["start_idx"], slice_of["end_idx"])) * 2), (seed, segments)
+        assert sorted(itertools.chain(*texts)) == sorted(list(range(slice_of["start_idx"], slice_of["end_idx"])) * 2), (
+            seed,
+            segments,
+        )
         worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
         assert worst < 1e-5, (seed, segments, worst)
         shutil.rmtree(root)
@@ -503,6 +604,7 @@ class Damage:
 
 # -- the table ------------------------------------------------------------------------------------------------------
 
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
@@ -526,12 +628,18 @@ def main():
                     damage.trial(seed, "truncated" if seed % 2 else "removed")
                 for seed in range(options.bits):
                     damage.trial(seed, "flipped")
-            report["damage"] = {"files": options.files, "bits": options.bits, "seconds": round(time.monotonic() - begun, 1)}
+            report["damage"] = {
+                "files": options.files,
+                "bits": options.bits,
+                "seconds": round(time.monotonic() - begun, 1),
+            }
             print(json.dumps(report["damage"]), flush=True)
         if options.only != "damage":
             kills = Kills(folder, server)
             counted, took, begun = {}, [], time.monotonic()
-            for seed in range(options.first_seed, options.first_seed + options.kills if options.only != "torchrun" else 0):
+            for seed in range(
+                options.first_seed, options.first_seed + options.kills if options.only != "torchrun" else 0
+            ):
                 started = time.monotonic()
                 if started - begun > 60 * options.minutes:
                     break
@@ -539,18 +647,29 @@ def main():
                     counted[f"{who.split()[0]}, {when}"] = counted.get(f"{who.split()[0]}, {when}", 0) + 1
                 took.append(time.monotonic() - started)
                 if len(took) % 50 == 0:
-                    print(f"{len(took)} trials, {sum(counted.values())} kills, {time.monotonic() - begun:.0f} s", flush=True)
+                    print(
+                        f"{len(took)} trials, {sum(counted.values())} kills, {time.monotonic() - begun:.0f} s",
+                        flush=True,
+                    )
             if took:
                 report["kills"] = {
-                    "trials": len(took), "kills": sum(counted.values()), "of": dict(sorted(counted.items())), "exact": len(took),
-                    "seconds_a_trial": [round(x, 2) for x in (min(took), statistics.median(took), max(took))], "seconds": round(time.monotonic() - begun),
+                    "trials": len(took),
+                    "kills": sum(counted.values()),
+                    "of": dict(sorted(counted.items())),
+                    "exact": len(took),
+                    "seconds_a_trial": [round(x, 2) for x in (min(took), statistics.median(took), max(took))],
+                    "seconds": round(time.monotonic() - begun),
                 }
                 print(json.dumps(report["kills"]), flush=True)
             begun = time.monotonic()
             for seed in range(options.torchrun if options.only != "kills" else 0):
                 torchrun_trial(kills, seed)
             if options.only != "kills":
-                report["torchrun"] = {"trials": options.torchrun, "exact": options.torchrun, "seconds": round(time.monotonic() - begun)}
+                report["torchrun"] = {
+                    "trials": options.torchrun,
+                    "exact": options.torchrun,
+                    "seconds": round(time.monotonic() - begun),
+                }
                 print(json.dumps(report["torchrun"]), flush=True)
         server.close()
     if options.json:

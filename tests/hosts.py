@@ -1,7 +1,8 @@
 """Two machines on this one: network namespaces with an address each, a cable between them that can be pulled, and names of their own.
 
-    python tests/hosts.py --cuts 100          # the link is cut at random points of a run: part of `make faults`
+python tests/hosts.py --cuts 100          # the link is cut at random points of a run: part of `make faults`
 """
+
 import argparse
 import contextlib
 import itertools
@@ -84,10 +85,24 @@ class Hosts:
         ip("-n", self.switch, "link", "set", f"port{host}", "master", "bridge")
 
     def start(self, host, *words, log=None, **env):
-        command = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"host{host}", *map(str, words)]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            self.names[host],
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            'hostname "$0"; exec "$@"',
+            f"host{host}",
+            *map(str, words),
+        ]
         out = open(log, "w") if log else subprocess.PIPE
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment
+        )
         self.started.append(process)
         return process
 
@@ -97,10 +112,15 @@ class Hosts:
         `config` and `shared` are folders of this machine. Users are not changed: the interpreter of a developer may be readable by root only."""
         hosts = Path("/etc/netns", self.names[host], "hosts")
         hosts.parent.mkdir(parents=True, exist_ok=True)
-        hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{a} {name}-{n}.{name} {name}-{n}\n" for n, a in enumerate(self.addresses)))
+        hosts.write_text(
+            "127.0.0.1 localhost\n"
+            + "".join(f"{a} {name}-{n}.{name} {name}-{n}\n" for n, a in enumerate(self.addresses))
+        )
         container = template["spec"]["containers"][0]
         command = [word.replace("$(JOB_COMPLETION_INDEX)", str(host)) for word in container["command"]]
-        binds = "".join(f"mkdir -p .{path}; mount --rbind {path} .{path}; " for path in (sys.prefix, sys.base_prefix, REPO))
+        binds = "".join(
+            f"mkdir -p .{path}; mount --rbind {path} .{path}; " for path in (sys.prefix, sys.base_prefix, REPO)
+        )
         script = (
             f"set -e; hostname {name}-{host}; mount --make-rprivate /; mount -t tmpfs tmpfs /mnt; mkdir /mnt/upper /mnt/work /mnt/root; "
             "mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root; cd /mnt/root; mkdir -p config shared home/multigpu-ft; "
@@ -109,9 +129,32 @@ class Hosts:
             "mount --bind /etc/hosts etc/hosts; mount --rbind /dev dev; mount -t proc proc proc; mount -o remount,bind,ro /mnt/root; "
             'exec chroot . "$@"'
         )
-        env = {"PATH": f"{BIN}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(host), "OMP_NUM_THREADS": "1", **environment}
-        words = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", script, "sh", *command]
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+        env = {
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "JOB_COMPLETION_INDEX": str(host),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self.names[host],
+            "unshare",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            *command,
+        ]
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        )
         self.started.append(process)
         return process
 
@@ -120,7 +163,16 @@ class Hosts:
 
     def train(self, host, cfg, *more, rdzv=None, **env):
         "`multigpu-ft train` as node `host`."
-        command = [BIN / "multigpu-ft", "train", *shlex.split(flags(cfg, leave=())), "--node-rank", host, "--rdzv", rdzv or self.rdzv(), *more]
+        command = [
+            BIN / "multigpu-ft",
+            "train",
+            *shlex.split(flags(cfg, leave=())),
+            "--node-rank",
+            host,
+            "--rdzv",
+            rdzv or self.rdzv(),
+            *more,
+        ]
         return self.start(host, *command, **env)
 
 
@@ -139,7 +191,11 @@ def workers(folder):
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess):
             words = process.cmdline()
-            if process.status() != psutil.STATUS_ZOMBIE and any(w.startswith("multigpu_ft.") for w in words) and words[-1].startswith(str(folder)):
+            if (
+                process.status() != psutil.STATUS_ZOMBIE
+                and any(w.startswith("multigpu_ft.") for w in words)
+                and words[-1].startswith(str(folder))
+            ):
                 found.append(process)
     return found
 
@@ -156,14 +212,26 @@ class Cuts:
     def __init__(self, folder, material, server, seed=0, strategy="fsdp", shared=True, nproc=2, timeout_s=5):
         self.server, self.folder, self.random, self.shared = server, Path(folder), random.Random(seed), shared
         self.cfg = faults.config(
-            material, self.folder / "runs", strategy=strategy, num_epochs=30, save_every=10, keep=2, nnodes=2, nproc=nproc,
-            timeout_s=timeout_s, join_timeout_s=60, max_restarts=10_000, resume_file="none",
+            material,
+            self.folder / "runs",
+            strategy=strategy,
+            num_epochs=30,
+            save_every=10,
+            keep=2,
+            nnodes=2,
+            nproc=nproc,
+            timeout_s=timeout_s,
+            join_timeout_s=60,
+            max_restarts=10_000,
+            resume_file="none",
         )
         self.gone, self.steps, self.restarts = [], [], 0
 
     def expected(self):
         "Losses and weights of a run of as many ranks on one machine."
-        self.server.finish(self.cfg.replace(run_name="calm", nnodes=1, nproc=2 * self.cfg.nproc, max_restarts=0), seconds=300)
+        self.server.finish(
+            self.cfg.replace(run_name="calm", nnodes=1, nproc=2 * self.cfg.nproc, max_restarts=0), seconds=300
+        )
         return self._outcome("calm")
 
     def _outcome(self, name):
@@ -171,7 +239,9 @@ class Cuts:
         return losses(run.path), faults.final_state(run.checkpoints()[-1])
 
     def _config(self, host, name):
-        return self.cfg.replace(run_name=name, run_root=str(self.folder / ("runs" if self.shared or host == 0 else f"disk{host}")))
+        return self.cfg.replace(
+            run_name=name, run_root=str(self.folder / ("runs" if self.shared or host == 0 else f"disk{host}"))
+        )
 
     def trial(self, hosts, run, nodes):
         "One cut, while the supervisors meet, while ranks import, load, train or save. Both machines have to be rid of all ranks in time."
@@ -183,7 +253,9 @@ class Cuts:
         began = time.monotonic()
         ranks = {p for p in workers(self.folder) if "multigpu_ft.nodes" not in p.cmdline()}
         while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks):
-            assert time.monotonic() - began < self.cfg.timeout_s + 10, f"{ranks} are there {time.monotonic() - began:.1f} s after the cut"
+            assert time.monotonic() - began < self.cfg.timeout_s + 10, (
+                f"{ranks} are there {time.monotonic() - began:.1f} s after the cut"
+            )
             time.sleep(0.05)
         self.gone.append(time.monotonic() - began)
         self.steps.append(run.status().get("step", 0))
@@ -206,7 +278,13 @@ class Cuts:
                 self.restarts += sum(remark.startswith("restart") for remark in run.status().get("remarks", []))
                 if len(self.gone) == count:
                     break
-        return {"cuts": count, "runs": number, "restarts": self.restarts, "steps": self.steps, "gone_s": [round(s, 2) for s in self.gone]}
+        return {
+            "cuts": count,
+            "runs": number,
+            "restarts": self.restarts,
+            "steps": self.steps,
+            "gone_s": [round(s, 2) for s in self.gone],
+        }
 
 
 def main():
@@ -221,11 +299,15 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             material = faults.make_material(Path(folder))
             server = faults.Server(material / "model")
-            found["one disk" if shared else "two disks"] = Cuts(folder, material, server, asked.seed, shared=shared).run(asked.cuts // 2)
+            found["one disk" if shared else "two disks"] = Cuts(
+                folder, material, server, asked.seed, shared=shared
+            ).run(asked.cuts // 2)
             server.close()
     for name, result in found.items():
         times = result["gone_s"]
-        print(f"{name}: {result['cuts']} cuts, {result['restarts']} restarts, ranks gone after {statistics.median(times):.1f} s, {max(times):.1f} s at most")
+        print(
+            f"{name}: {result['cuts']} cuts, {result['restarts']} restarts, ranks gone after {statistics.median(times):.1f} s, {max(times):.1f} s at most"
+        )
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -6,6 +6,7 @@ The client finds it by `HF_ENDPOINT`, which must be in the environment before hu
 from one that has imported it. Content is kept in a folder, by digest; repositories are lists of revisions. After each commit the server looks whether a
 checkpoint lacks one of its files.
 """
+
 import argparse
 import base64
 import contextlib
@@ -28,7 +29,11 @@ from urllib.parse import parse_qs, unquote
 
 from faults import gone
 
-WRITE, READ, WRONG = "hf_" + "w" * 34, "hf_" + "r" * 34, "hf_" + "x" * 34  # tokens of jane: one that may write, one that may read; and one of nobody
+WRITE, READ, WRONG = (
+    "hf_" + "w" * 34,
+    "hf_" + "r" * 34,
+    "hf_" + "x" * 34,
+)  # tokens of jane: one that may write, one that may read; and one of nobody
 PART, PAGE = 256 * 1024, 50  # bytes of a part, and above it there are several; files of a page
 LFS = (".safetensors", ".bin", ".pt", ".pkl")
 
@@ -38,7 +43,9 @@ class Faults:
 
     def __init__(self, seed=0):
         self.rng, self.lock = random.Random(seed), threading.Lock()
-        self.cut_up = self.cut_down = self.busy = 0.0  # chances: the connection is cut while content comes or goes; 500, 503 or 429
+        self.cut_up = self.cut_down = self.busy = (
+            0.0  # chances: the connection is cut while content comes or goes; 500, 503 or 429
+        )
         self.bytes_per_second = None
         self.outage_until = 0.0  # time.monotonic(); connections are closed at once until then
         self.forbidden = False  # whoever writes is answered 403
@@ -116,7 +123,12 @@ class Hub:
             self.commit(repo, {".gitattributes": self.regular(b"*.safetensors filter=lfs\n")}, "initial commit")
 
     def regular(self, content):
-        return {"lfs": False, "oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest(), "sha": self.keep(content), "size": len(content)}
+        return {
+            "lfs": False,
+            "oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest(),
+            "sha": self.keep(content),
+            "size": len(content),
+        }
 
     def commit(self, repo, tree, message):
         revisions = self.repos[repo]["revisions"]
@@ -151,7 +163,11 @@ class Hub:
 
     def checkpoints(self, repo):
         "Names of the checkpoints there."
-        return sorted({path.split("/")[1] for path in self.tree(repo) if path.startswith("checkpoints/")}) if repo in self.repos else []
+        return (
+            sorted({path.split("/")[1] for path in self.tree(repo) if path.startswith("checkpoints/")})
+            if repo in self.repos
+            else []
+        )
 
 
 def incomplete(hub, tree):
@@ -161,7 +177,9 @@ def incomplete(hub, tree):
             yield f"{folder} has no commit.json"
             continue
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            for name, about in json.loads(hub.object(tree[f"{folder}/commit.json"]["sha"]).read_bytes())["commit"]["files"].items():
+            for name, about in json.loads(hub.object(tree[f"{folder}/commit.json"]["sha"]).read_bytes())["commit"][
+                "files"
+            ].items():
                 file = tree.get(f"{folder}/{name}")
                 if not file or (file["size"], file["sha"]) != (about["bytes"], about["sha256"]):
                     yield f"{folder}/{name} is {'altered' if file else 'missing'}"
@@ -293,7 +311,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(401, "", "Invalid username or password.")
         role = {"role": "write" if token == WRITE else "read", "displayName": "test"}
         orgs = [{"name": "lab", "roleInOrg": "write"}]
-        self.reply(200, {"type": "user", "name": "jane", "orgs": orgs, "auth": {"type": "access_token", "accessToken": role}})
+        self.reply(
+            200, {"type": "user", "name": "jane", "orgs": orgs, "auth": {"type": "access_token", "accessToken": role}}
+        )
 
     def create(self):
         asked = self.json()
@@ -304,25 +324,43 @@ class _Handler(BaseHTTPRequestHandler):
             there = repo in self.hub.repos
             if not there:
                 self.hub.create(repo, asked.get("private") or asked.get("visibility") == "private")
-        self.reply(409 if there else 200, {"url": f"{self.hub.url}/{repo}", "error": "You already created this model repo"})
+        self.reply(
+            409 if there else 200, {"url": f"{self.hub.url}/{repo}", "error": "You already created this model repo"}
+        )
 
     def validate(self):
         text = self.json()["content"]
         found = re.match(r"---\n(.*?)\n---\n", text, re.S)
         bad = re.search(r"^base_model: (?![\w.-]+/[\w.-]+$).*", found[1], re.M) if found else None
-        self.reply(400 if bad else 200, {"errors": [{"message": f"{bad[0]} is no Hub id"}] if bad else [], "warnings": []})
+        self.reply(
+            400 if bad else 200, {"errors": [{"message": f"{bad[0]} is no Hub id"}] if bad else [], "warnings": []}
+        )
 
     def info(self, repo, revision="main"):
         self.may(repo)
         at = self.hub.revision(repo, revision)
         siblings = [{"rfilename": path} for path in at["tree"]]
-        self.reply(200, {"id": repo, "modelId": repo, "sha": at["sha"], "private": self.hub.repos[repo]["private"], "siblings": siblings, "tags": []})
+        self.reply(
+            200,
+            {
+                "id": repo,
+                "modelId": repo,
+                "sha": at["sha"],
+                "private": self.hub.repos[repo]["private"],
+                "siblings": siblings,
+                "tags": [],
+            },
+        )
 
     def list(self, repo, revision, folder=None):
         self.may(repo)
         tree, prefix = self.hub.revision(repo, revision)["tree"], f"{folder}/" if folder else ""
         folders = {p.rpartition("/")[0] for p in tree if "/" in p}
-        entries = [{"type": "directory", "path": p, "oid": "0" * 40, "size": 0} for p in sorted(folders) if p.startswith(prefix)]
+        entries = [
+            {"type": "directory", "path": p, "oid": "0" * 40, "size": 0}
+            for p in sorted(folders)
+            if p.startswith(prefix)
+        ]
         for path, file in sorted(tree.items()):
             if path.startswith(prefix):
                 lfs = {"lfs": {"oid": file["sha"], "size": file["size"], "pointerSize": 130}} if file["lfs"] else {}
@@ -330,7 +368,9 @@ class _Handler(BaseHTTPRequestHandler):
         begin = int(self.query.get("cursor", ["0"])[0])
         more = {}
         if begin + PAGE < len(entries):
-            more["Link"] = f'<{self.hub.url}{self.path_only}?recursive=True&expand=False&cursor={begin + PAGE}>; rel="next"'
+            more["Link"] = (
+                f'<{self.hub.url}{self.path_only}?recursive=True&expand=False&cursor={begin + PAGE}>; rel="next"'
+            )
         self.reply(200, entries[begin : begin + PAGE], more)
 
     def preupload(self, repo, revision):
@@ -340,7 +380,14 @@ class _Handler(BaseHTTPRequestHandler):
         for file in self.json()["files"]:
             there = tree.get(file["path"])
             mode = "lfs" if file["path"].endswith(LFS) or file["size"] > 10 * 2**20 else "regular"
-            files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": there and (there["sha"] if there["lfs"] else there["oid"])})
+            files.append(
+                {
+                    "path": file["path"],
+                    "uploadMode": mode,
+                    "shouldIgnore": False,
+                    "oid": there and (there["sha"] if there["lfs"] else there["oid"]),
+                }
+            )
         self.reply(200, {"files": files})
 
     def batch(self, repo):
@@ -352,8 +399,14 @@ class _Handler(BaseHTTPRequestHandler):
                 if size > PART:
                     number = f"{sha}-{self.hub.faults.rng.getrandbits(32):x}"
                     self.hub.uploads[number] = {}
-                    parts = {str(i + 1): f"{self.hub.url}/parts/{number}/{i + 1}?signature=secret" for i in range(-(-size // PART))}
-                    actions["upload"] = {"href": f"{self.hub.url}/complete/{number}", "header": {"chunk_size": str(PART), **parts}}
+                    parts = {
+                        str(i + 1): f"{self.hub.url}/parts/{number}/{i + 1}?signature=secret"
+                        for i in range(-(-size // PART))
+                    }
+                    actions["upload"] = {
+                        "href": f"{self.hub.url}/complete/{number}",
+                        "header": {"chunk_size": str(PART), **parts},
+                    }
                 else:
                     actions["upload"] = {"href": f"{self.hub.url}/lfs/{sha}?signature=secret"}
                 actions["verify"] = {"href": f"{self.hub.url}/{repo}.git/info/lfs/objects/verify"}
@@ -399,15 +452,26 @@ class _Handler(BaseHTTPRequestHandler):
                     if not self.hub.object(value["oid"]).exists():
                         raise Refused(400, "", f"{path}: its content was never uploaded")
                     size = self.hub.object(value["oid"]).stat().st_size
-                    tree[path] = {"lfs": True, "oid": hashlib.sha1(value["oid"].encode()).hexdigest(), "sha": value["oid"], "size": size}
+                    tree[path] = {
+                        "lfs": True,
+                        "oid": hashlib.sha1(value["oid"].encode()).hexdigest(),
+                        "sha": value["oid"],
+                        "size": size,
+                    }
                 else:
-                    gone = [p for p in tree if p == path or (line["key"] == "deletedFolder" and p.startswith(path.rstrip("/") + "/"))]
+                    gone = [
+                        p
+                        for p in tree
+                        if p == path or (line["key"] == "deletedFolder" and p.startswith(path.rstrip("/") + "/"))
+                    ]
                     if not gone:
                         raise Refused(404, "EntryNotFound", "A file with this name doesn't exist")
                     for p in gone:
                         del tree[p]
             sha = self.hub.commit(repo, tree, lines[0]["value"]["summary"])
-            self.hub.violations += [f"{repo} {lines[0]['value']['summary']}: {problem}" for problem in incomplete(self.hub, tree)]
+            self.hub.violations += [
+                f"{repo} {lines[0]['value']['summary']}: {problem}" for problem in incomplete(self.hub, tree)
+            ]
         self.reply(200, {"commitUrl": f"{self.hub.url}/{repo}/commit/{sha}", "commitOid": sha, "success": True})
 
     def resolve(self, repo, revision, path):
@@ -416,10 +480,18 @@ class _Handler(BaseHTTPRequestHandler):
         file = at["tree"].get(path)
         if not file:
             raise Refused(404, "EntryNotFound", "Entry not found")
-        about = {"X-Repo-Commit": at["sha"], "ETag": f'"{file["sha"] if file["lfs"] else file["oid"]}"', "Accept-Ranges": "bytes"}
+        about = {
+            "X-Repo-Commit": at["sha"],
+            "ETag": f'"{file["sha"] if file["lfs"] else file["oid"]}"',
+            "Accept-Ranges": "bytes",
+        }
         if file["lfs"]:
-            where = {"Location": f"{self.hub.url.replace('127.0.0.1', 'localhost')}/objects/{file['sha']}?signature=secret"}  # another host, as the Hub's is
-            return self.send(302, b"", {**about, **where, "X-Linked-Etag": f'"{file["sha"]}"', "X-Linked-Size": str(file["size"])})
+            where = {
+                "Location": f"{self.hub.url.replace('127.0.0.1', 'localhost')}/objects/{file['sha']}?signature=secret"
+            }  # another host, as the Hub's is
+            return self.send(
+                302, b"", {**about, **where, "X-Linked-Etag": f'"{file["sha"]}"', "X-Linked-Size": str(file["size"])}
+            )
         self.content(file["sha"], about)
 
     def stored(self, sha):
@@ -440,22 +512,42 @@ class _Handler(BaseHTTPRequestHandler):
 
 _REPO = r"(?P<repo>[\w.-]+/[\w.-]+?)"
 _ROUTES = [
-    ("GET", r"/api/whoami-v2", "whoami"), ("POST", r"/api/repos/create", "create"), ("POST", r"/api/validate-yaml", "validate"),
-    ("GET", rf"/api/models/{_REPO}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "list"), ("GET", rf"/api/models/{_REPO}/revision/(?P<revision>[^/]+)", "info"),
-    ("POST", rf"/api/models/{_REPO}/preupload/(?P<revision>[^/]+)", "preupload"), ("POST", rf"/api/models/{_REPO}/commit/(?P<revision>[^/]+)", "commit"),
-    ("GET", rf"/api/models/{_REPO}", "info"), ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", "batch"),
-    ("POST", rf"/{_REPO}\.git/info/lfs/objects/verify", "verify"), ("PUT", r"/lfs/(?P<sha>\w+)", "put_object"),
-    ("PUT", r"/parts/(?P<number>[\w-]+)/(?P<part>\d+)", "put_part"), ("POST", r"/complete/(?P<number>[\w-]+)", "complete"),
-    ("*", rf"/{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"), ("*", r"/objects/(?P<sha>\w+)", "stored"),
+    ("GET", r"/api/whoami-v2", "whoami"),
+    ("POST", r"/api/repos/create", "create"),
+    ("POST", r"/api/validate-yaml", "validate"),
+    ("GET", rf"/api/models/{_REPO}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "list"),
+    ("GET", rf"/api/models/{_REPO}/revision/(?P<revision>[^/]+)", "info"),
+    ("POST", rf"/api/models/{_REPO}/preupload/(?P<revision>[^/]+)", "preupload"),
+    ("POST", rf"/api/models/{_REPO}/commit/(?P<revision>[^/]+)", "commit"),
+    ("GET", rf"/api/models/{_REPO}", "info"),
+    ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", "batch"),
+    ("POST", rf"/{_REPO}\.git/info/lfs/objects/verify", "verify"),
+    ("PUT", r"/lfs/(?P<sha>\w+)", "put_object"),
+    ("PUT", r"/parts/(?P<number>[\w-]+)/(?P<part>\d+)", "put_part"),
+    ("POST", r"/complete/(?P<number>[\w-]+)", "complete"),
+    ("*", rf"/{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
+    ("*", r"/objects/(?P<sha>\w+)", "stored"),
 ]
 
 
 # -- clients --------------------------------------------------------------------------------------------------------
 
+
 def environment(hub, token=WRITE):
     "For processes that are to find `hub`."
-    switches = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "0"}
-    return {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token or "", "HF_HOME": str(hub.folder / "home"), **switches}
+    switches = {
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
+    return {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": token or "",
+        "HF_HOME": str(hub.folder / "home"),
+        **switches,
+    }
 
 
 QUICK = {"tries": 4, "first_s": 0.01, "longest_s": 0.05}
@@ -472,7 +564,9 @@ def client_main():
         return uploads.push_run(RunDir(run), hub.Patience(**QUICK))
 
     def pull(cfg, root):
-        huggingface_hub.set_client_factory(hub.client_factory())  # else the library waits for seconds between the tries of its own
+        huggingface_hub.set_client_factory(
+            hub.client_factory()
+        )  # else the library waits for seconds between the tries of its own
         path, remote = downloads.pull(RunConfig(**cfg), Path(root), patience=hub.Patience(**QUICK))
         return {"path": str(path), "revision": remote.revision}
 
@@ -514,7 +608,12 @@ class Client:
     def __init__(self, hub):
         self._folder, self._number = hub.folder, 0
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, env=environment(hub)
+            [sys.executable, __file__, "client"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=sys.stderr,
+            text=True,
+            env=environment(hub),
         )
         assert self._process.stdout.readline() == "ready\n"
 
@@ -551,6 +650,7 @@ class Client:
 
 # -- runs without training ------------------------------------------------------------------------------------------
 
+
 def make_run(root, repo="jane/model", **settings):
     "A run directory as a run would leave it, but for its checkpoints."
     from multigpu_ft import RunConfig, RunDir
@@ -578,7 +678,11 @@ def add_checkpoint(run, step, rng, sizes=(3 * PART + 1000, 100_000)):
 
 def add_export(run, rng):
     "Files that stand for an exported model."
-    for name, content in (("model.safetensors", rng.randbytes(2 * PART)), ("config.json", b"{}"), ("check.json", b"{}")):
+    for name, content in (
+        ("model.safetensors", rng.randbytes(2 * PART)),
+        ("config.json", b"{}"),
+        ("check.json", b"{}"),
+    ):
         (run.path / "export" / name).write_bytes(content)
     run.update_status(export=str(run.path / "export"))
 
@@ -587,12 +691,18 @@ def is_there(hub, run, name):
     "Whether the repository has what the run directory has, whatever hub.json says."
     repo = run.config().hf_repo
     tree = hub.tree(repo) if repo in hub.repos else {}
-    folder, prefix = (run.path / "export", "") if name == "export" else (run.path / "checkpoints" / name, f"checkpoints/{name}/")
+    folder, prefix = (
+        (run.path / "export", "") if name == "export" else (run.path / "checkpoints" / name, f"checkpoints/{name}/")
+    )
     files = [p for p in folder.rglob("*") if p.is_file()]
-    return bool(files) and all((at := tree.get(f"{prefix}{p.relative_to(folder)}")) and hub.object(at["sha"]).read_bytes() == p.read_bytes() for p in files)
+    return bool(files) and all(
+        (at := tree.get(f"{prefix}{p.relative_to(folder)}")) and hub.object(at["sha"]).read_bytes() == p.read_bytes()
+        for p in files
+    )
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------
+
 
 def trial(hub, client, seed):
     """A run whose uploads and download meet with faults. Whatever happens, what it says is uploaded is there, no revision has a part of a checkpoint, and when
@@ -632,11 +742,20 @@ def trial(hub, client, seed):
         wrong = [name for name in wanted(run) if name not in left and not is_there(hub, run, name)]
         assert not wrong, f"seed {seed}: said to be uploaded, and is not: {wrong}"
     faults.end()
-    assert client("push", run=str(run.path)) == [] == not_uploaded(run), f"seed {seed}: {(run.path / 'hub.json').read_text()}"
-    assert all(is_there(hub, run, name) for name in wanted(run)) and not hub.violations, f"seed {seed}: {hub.violations}"
-    assert len(hub.checkpoints(run.config().hf_repo)) <= run.config().keep, f"seed {seed}: {hub.checkpoints(run.config().hf_repo)}"
+    assert client("push", run=str(run.path)) == [] == not_uploaded(run), (
+        f"seed {seed}: {(run.path / 'hub.json').read_text()}"
+    )
+    assert all(is_there(hub, run, name) for name in wanted(run)) and not hub.violations, (
+        f"seed {seed}: {hub.violations}"
+    )
+    assert len(hub.checkpoints(run.config().hf_repo)) <= run.config().keep, (
+        f"seed {seed}: {hub.checkpoints(run.config().hf_repo)}"
+    )
     received, revisions = hub.received, len(hub.repos[run.config().hf_repo]["revisions"])
-    assert client("push", run=str(run.path)) == [] and (hub.received, len(hub.repos[run.config().hf_repo]["revisions"])) == (received, revisions)
+    assert client("push", run=str(run.path)) == [] and (
+        hub.received,
+        len(hub.repos[run.config().hf_repo]["revisions"]),
+    ) == (received, revisions)
 
     cfg = {**run.config().model_dump(), "run_root": str(root / "cold"), "resume_file": f"hub:{run.config().hf_repo}"}
     for _ in range(2):
@@ -654,7 +773,9 @@ def trial(hub, client, seed):
     faults.end()
     pulled, newest = Path(client("pull", cfg=cfg, root=str(root / "cold"))["path"]), run.checkpoints()[-1]
     verify_checkpoint(pulled)
-    assert {p.name: p.read_bytes() for p in pulled.iterdir()} == {p.name: p.read_bytes() for p in newest.iterdir()}, f"seed {seed}"
+    assert {p.name: p.read_bytes() for p in pulled.iterdir()} == {p.name: p.read_bytes() for p in newest.iterdir()}, (
+        f"seed {seed}"
+    )
     shutil.rmtree(root)
     story["faults"] = {name: count - before.get(name, 0) for name, count in faults.happened.items()}
     return story
@@ -679,9 +800,16 @@ def main():
         client.close()
         hub.close()
     report = {
-        "trials": options.trials, "complete_after_one_more_push": options.trials, "pulled_bit_for_bit": options.trials, "revisions_with_a_part": 0,
-        "pushes_killed": total["kills"], "pushes_that_left_something": total["left"], "pulls_killed": total["pulls killed"],
-        "pulls_that_gave_up": total["pulls failed"], "faults": dict(sorted(happened.items())), "seconds": round(time.monotonic() - begun),
+        "trials": options.trials,
+        "complete_after_one_more_push": options.trials,
+        "pulled_bit_for_bit": options.trials,
+        "revisions_with_a_part": 0,
+        "pushes_killed": total["kills"],
+        "pushes_that_left_something": total["left"],
+        "pulls_killed": total["pulls killed"],
+        "pulls_that_gave_up": total["pulls failed"],
+        "faults": dict(sorted(happened.items())),
+        "seconds": round(time.monotonic() - begun),
     }
     print(json.dumps(report))
     if options.json:

@@ -1,4 +1,5 @@
 """What must hold of everything that is rendered for a cluster, as sentences about what does not."""
+
 import re
 
 SECRET = re.compile(r"token(?!iz)|secret|passw|api_?key|credential", re.I)
@@ -20,7 +21,10 @@ def job_of(manifests):
 
 def templates(manifests):
     "Name and template of each pod."
-    return [("node", job_of(manifests)["template"]), *((m["metadata"]["name"], m["spec"]["template"]) for m in find(manifests, "Deployment"))]
+    return [
+        ("node", job_of(manifests)["template"]),
+        *((m["metadata"]["name"], m["spec"]["template"]) for m in find(manifests, "Deployment")),
+    ]
 
 
 def violations(manifests):
@@ -45,30 +49,50 @@ def _pod(template, manifests):
     whole, own = spec.get("securityContext", {}), container.get("securityContext", {})
     checks = {
         "image is not named by its digest": re.fullmatch(r"[^@]+@sha256:[0-9a-f]{64}", container["image"]),
-        "may run as root": whole.get("runAsNonRoot") is True and whole.get("runAsUser") and own.get("runAsNonRoot") is True and own.get("runAsUser") != 0,
+        "may run as root": whole.get("runAsNonRoot") is True
+        and whole.get("runAsUser")
+        and own.get("runAsNonRoot") is True
+        and own.get("runAsUser") != 0,
         "has no group for the shared volume": whole.get("fsGroup"),
-        "has no seccomp profile": whole.get("seccompProfile") == {"type": "RuntimeDefault"} and "seccompProfile" not in own,
+        "has no seccomp profile": whole.get("seccompProfile") == {"type": "RuntimeDefault"}
+        and "seccompProfile" not in own,
         "is privileged": not own.get("privileged"),
         "may gain privileges": own.get("allowPrivilegeEscalation") is False,
         "keeps capabilities": own.get("capabilities") == {"drop": ["ALL"]},
         "can write to its image": own.get("readOnlyRootFilesystem") is True,
-        "has a token of the API": spec.get("automountServiceAccountToken") is False and not any("projected" in v for v in spec["volumes"]),
-        "runs as the default account": spec.get("serviceAccountName") in [m["metadata"]["name"] for m in find(manifests, "ServiceAccount")],
+        "has a token of the API": spec.get("automountServiceAccountToken") is False
+        and not any("projected" in v for v in spec["volumes"]),
+        "runs as the default account": spec.get("serviceAccountName")
+        in [m["metadata"]["name"] for m in find(manifests, "ServiceAccount")],
         "shares something with its node": not any(spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")),
         "mounts a folder of its node": not any("hostPath" in volume for volume in spec["volumes"]),
-        "has no limits": all({"cpu", "memory"} <= set(container.get("resources", {}).get(kind, {})) for kind in ("requests", "limits")),
-        "mounts what is no volume of it": {m["name"] for m in container["volumeMounts"]} <= {v["name"] for v in spec["volumes"]},
+        "has no limits": all(
+            {"cpu", "memory"} <= set(container.get("resources", {}).get(kind, {})) for kind in ("requests", "limits")
+        ),
+        "mounts what is no volume of it": {m["name"] for m in container["volumeMounts"]}
+        <= {v["name"] for v in spec["volumes"]},
         "has more than one container": "initContainers" not in spec and "ephemeralContainers" not in spec,
-        "nothing limits its scratch folders": all("sizeLimit" in v["emptyDir"] for v in spec["volumes"] if "emptyDir" in v),
-        "can change secrets or configuration": all(m.get("readOnly") for m in container["volumeMounts"] if m["name"] in ("secrets", "config")),
+        "nothing limits its scratch folders": all(
+            "sizeLimit" in v["emptyDir"] for v in spec["volumes"] if "emptyDir" in v
+        ),
+        "can change secrets or configuration": all(
+            m.get("readOnly") for m in container["volumeMounts"] if m["name"] in ("secrets", "config")
+        ),
     }
     maps = {m["metadata"]["name"] for m in find(manifests, "ConfigMap")}
-    used = [v["configMap"] for v in spec["volumes"] if "configMap" in v] + [e["configMapRef"] for e in container.get("envFrom", []) if "configMapRef" in e]
+    used = [v["configMap"] for v in spec["volumes"] if "configMap" in v] + [
+        e["configMapRef"] for e in container.get("envFrom", []) if "configMapRef" in e
+    ]
     checks["names a ConfigMap that there is not"] = maps.issuperset(reference["name"] for reference in used)
     if container["command"][0] == "tensorboard":
-        checks["TensorBoard can write to the shared volume"] = all(m.get("readOnly") for m in container["volumeMounts"] if m["name"] == "shared")
+        checks["TensorBoard can write to the shared volume"] = all(
+            m.get("readOnly") for m in container["volumeMounts"] if m["name"] == "shared"
+        )
     else:
-        shm, amounts = {v["name"]: v.get("emptyDir", {}) for v in spec["volumes"]}.get("shm", {}), container.get("resources", {})
+        shm, amounts = (
+            {v["name"]: v.get("emptyDir", {}) for v in spec["volumes"]}.get("shm", {}),
+            container.get("resources", {}),
+        )
         mounted = {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
         checks["has the 64 MB of /dev/shm that a container gets"] = shm.get("medium") == "Memory" and mounted
         checks["is killed before its checkpoint is saved"] = spec.get("terminationGracePeriodSeconds", 30) >= 330
@@ -82,7 +106,9 @@ def action(job, exit_code, disrupted=False):
         codes = rule.get("onExitCodes")
         if codes and exit_code and (exit_code in codes["values"]) == (codes["operator"] == "In"):
             return rule["action"]
-        if disrupted and any(c["type"] == "DisruptionTarget" and c["status"] == "True" for c in rule.get("onPodConditions", [])):
+        if disrupted and any(
+            c["type"] == "DisruptionTarget" and c["status"] == "True" for c in rule.get("onPodConditions", [])
+        ):
             return rule["action"]
     return "Count"
 
@@ -98,16 +124,23 @@ def _job(job, manifests):
         "bad settings are tried again": action(job, 78) == "FailJob",
         "a failure does not count": action(job, 1) == "Count",
         "one failure of all nodes is the end of the job": job.get("backoffLimit", 6) >= 2 * job["completions"],
-        "the job waits for nodes that node 0 has left": job.get("successPolicy") == {"rules": [{"succeededIndexes": "0"}]},
+        "the job waits for nodes that node 0 has left": job.get("successPolicy")
+        == {"rules": [{"succeededIndexes": "0"}]},
     }
     words = spec["containers"][0]["command"]
     host = words[words.index("--rdzv") + 1].partition(":")[0]
     if "PET" not in host:
         labels = job["template"]["metadata"]["labels"]
-        heads = [s for s in find(manifests, "Service") if s["metadata"]["name"] == spec.get("subdomain") and s["spec"].get("clusterIP") == "None"]
+        heads = [
+            s
+            for s in find(manifests, "Service")
+            if s["metadata"]["name"] == spec.get("subdomain") and s["spec"].get("clusterIP") == "None"
+        ]
         selected = heads and all(labels.items() >= s["spec"]["selector"].items() for s in heads)
         checks["nodes have no names"] = selected and host.endswith(f"-0.{spec['subdomain']}")
-        checks["nodes that start cannot find each other"] = all(s["spec"].get("publishNotReadyAddresses") for s in heads)
+        checks["nodes that start cannot find each other"] = all(
+            s["spec"].get("publishNotReadyAddresses") for s in heads
+        )
     return [said for said, holds in checks.items() if not holds]
 
 
@@ -115,7 +148,9 @@ def _network(manifests):
     found, policies = [], find(manifests, "NetworkPolicy")
     for name, template in templates(manifests):
         labels = template["metadata"]["labels"]
-        mine = [p["spec"] for p in policies if labels.items() >= p["spec"]["podSelector"].get("matchLabels", {}).items()]
+        mine = [
+            p["spec"] for p in policies if labels.items() >= p["spec"]["podSelector"].get("matchLabels", {}).items()
+        ]
         for kind in ("Ingress", "Egress"):
             if not any(kind in p["policyTypes"] for p in mine):
                 found.append(f"{name}: no policy for {kind}")
@@ -152,7 +187,11 @@ def _accounts(manifests):
     for role in find(manifests, "Role"):
         for rule in role["rules"]:
             writes = set(rule["verbs"]) - {"get", "list", "watch"}
-            if "*" in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]] or "secrets" in rule["resources"] or "pods/exec" in rule["resources"]:
+            if (
+                "*" in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
+                or "secrets" in rule["resources"]
+                or "pods/exec" in rule["resources"]
+            ):
                 found.append("a role may read secrets, or do anything")
             elif writes and rule["resources"] != ["pods/portforward"]:
                 found.append(f"a role may {writes} {rule['resources']}")
@@ -172,7 +211,9 @@ def _secrets(manifests):
             found.append(f"ConfigMap {manifest['metadata']['name']} can change under the run")
     for name, template in templates(manifests):
         (container,) = template["spec"]["containers"]
-        named = [e for e in container.get("env", []) if SECRET.search(e["name"]) or "secretKeyRef" in e.get("valueFrom", {})]
+        named = [
+            e for e in container.get("env", []) if SECRET.search(e["name"]) or "secretKeyRef" in e.get("valueFrom", {})
+        ]
         if named or any("secretRef" in e for e in container.get("envFrom", [])):
             found.append(f"{name}: a token in its environment")
         if any(SECRET_VALUE.search(word) for word in container["command"]):

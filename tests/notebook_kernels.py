@@ -1,7 +1,8 @@
 """Kernels and agents that die, in every way to start ranks from a cell, at random moments: what is left, and for how long.
 
-    python tests/notebook_kernels.py --trials 108 --relaunches 20 --json bench/results/kernels.json
+python tests/notebook_kernels.py --trials 108 --relaunches 20 --json bench/results/kernels.json
 """
+
 import argparse
 import json
 import os
@@ -29,7 +30,9 @@ for step in range(600):
 """
 CELLS = {
     "launch": "launch(RunConfig(run_root='runs', packing='padded', batch_size=8, resume_file='none'))",
-    "launch(function)": "def work():\n" + "".join(f"    {line}\n" for line in WORK.strip().splitlines()) + "launch(work, nproc=2)",
+    "launch(function)": "def work():\n"
+    + "".join(f"    {line}\n" for line in WORK.strip().splitlines())
+    + "launch(work, nproc=2)",
     "%%torchrun": "%%torchrun -n 2\n" + WORK,
 }
 WORKS = {
@@ -45,7 +48,11 @@ def marked(mark, but=()):
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid not in but and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARKER) == mark:
+            if (
+                process.pid not in but
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get(MARKER) == mark
+            ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             pass
@@ -149,7 +156,9 @@ def main():
             spread = f"{statistics.median(seconds):.2f} s ({seconds[0]:.2f}-{seconds[-1]:.2f})" if seconds else "-"
             print(f"| {launcher} | {fault} | {len(found)} | {sum(o.get('left', 0) for o in found)} left | {spread} |")
     if options.json:
-        options.json.write_text(json.dumps({"seed": options.seed, "trials": outcomes, "relaunched": again}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"seed": options.seed, "trials": outcomes, "relaunched": again}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Secrets in the files that something has left behind, whichever way they are written.
 
-    python tests/secrets_scan.py FOLDER HF_TOKEN WANDB_API_KEY      # looks for the values of these variables
+python tests/secrets_scan.py FOLDER HF_TOKEN WANDB_API_KEY      # looks for the values of these variables
 """
+
 import base64
 import gzip
 import io
@@ -17,7 +18,13 @@ from urllib.parse import quote
 def spellings(secret):
     "`secret` as bytes: as it is, backwards, in hex, URL-encoded, and the part of its base64 that does not depend on its neighbours, in all three alignments."
     raw = secret.encode()
-    found = {"plain": raw, "backwards": raw[::-1], "hex": raw.hex().encode(), "url": quote(secret, safe="").encode(), "utf-16": secret.encode("utf-16-le")}
+    found = {
+        "plain": raw,
+        "backwards": raw[::-1],
+        "hex": raw.hex().encode(),
+        "url": quote(secret, safe="").encode(),
+        "utf-16": secret.encode("utf-16-le"),
+    }
     found["url, every byte"] = "".join(f"%{b:02x}" for b in raw).encode()
     found["json"] = json.dumps(secret)[1:-1].encode()
     for shift in range(3):

@@ -1,6 +1,7 @@
 """What SkyPilot itself makes of a task, for test_skypilot.py: run by the Python of SkyPilot's own environment, in the task's folder.
 
 Prints as JSON what the loader read, and which machine the optimizer would take of a catalog with one cloud, where nothing is asked of a network."""
+
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ p4d.24xlarge,A100,8.0,96.0,1152.0,{'Gpus': []},32.77,12.1,us-east-1,us-east-1a,x
 m6i.2xlarge,,,8.0,32.0,,0.384,0.1,us-east-1,us-east-1a,x86_64
 """
 catalogs = Path.home() / ".sky" / "catalogs" / "v8"
-for name, text in (("aws/vms.csv", CATALOG), ("common/accelerators.csv", "AcceleratorName,Clouds\nH100,AWS\nA100,AWS\n")):
+for name, text in (
+    ("aws/vms.csv", CATALOG),
+    ("common/accelerators.csv", "AcceleratorName,Clouds\nH100,AWS\nA100,AWS\n"),
+):
     (catalogs / name).parent.mkdir(parents=True)
     (catalogs / name).write_text(text)
 
@@ -25,17 +29,32 @@ from sky.utils import registry  # noqa: E402
 
 task = sky.Task.from_yaml("task.yaml")
 written = yaml.safe_load(Path("task.yaml").read_text())
-given = sky.Task.from_yaml_config(dict(written), secrets_overrides=[(name, "its value") for name in written.get("secrets", {})])  # as --secret NAME does
+given = sky.Task.from_yaml_config(
+    dict(written), secrets_overrides=[(name, "its value") for name in written.get("secrets", {})]
+)  # as --secret NAME does
 resources = next(iter(task.resources))
 strategy = resources.job_recovery["strategy"] if resources.job_recovery else None
 read = {
-    "name": task.name, "num_nodes": task.num_nodes, "run": task.run, "setup": task.setup, "workdir": task.workdir, "secrets": sorted(given.secrets),
-    "accelerators": resources.accelerators, "use_spot": resources.use_spot, "job_recovery": resources.job_recovery, "volumes": task.volumes,
+    "name": task.name,
+    "num_nodes": task.num_nodes,
+    "run": task.run,
+    "setup": task.setup,
+    "workdir": task.workdir,
+    "secrets": sorted(given.secrets),
+    "accelerators": resources.accelerators,
+    "use_spot": resources.use_spot,
+    "job_recovery": resources.job_recovery,
+    "volumes": task.volumes,
     "strategy_known": strategy is None or registry.JOBS_RECOVERY_STRATEGY_REGISTRY.from_str(strategy) is not None,
-    "file_mounts": task.file_mounts, "storage_mounts": {path: [storage.source, storage.mode.value] for path, storage in task.storage_mounts.items()},
+    "file_mounts": task.file_mounts,
+    "storage_mounts": {path: [storage.source, storage.mode.value] for path, storage in task.storage_mounts.items()},
 }
 context = command.jobs_launch.make_context("launch", json.loads(sys.argv[1]))  # the flags, as its own parser reads them
-read["launch"] = {"entrypoint": list(context.params["entrypoint"]), "detach_run": context.params["detach_run"], "yes": context.params["yes"]}
+read["launch"] = {
+    "entrypoint": list(context.params["entrypoint"]),
+    "detach_run": context.params["detach_run"],
+    "yes": context.params["yes"],
+}
 task.set_volumes({})  # whether they exist is the API server's to know, and buckets the cloud's
 task.storage_mounts, task.file_mounts = {}, None
 with sky.Dag() as dag:

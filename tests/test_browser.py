@@ -1,4 +1,5 @@
 """What a person sees and clicks, in JupyterLab and in the classic notebook."""
+
 import json
 import os
 import re
@@ -39,8 +40,10 @@ def points(page, cell=0):
 def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
     here = place()
     notebook = make_notebook(
-        here.folder / "form.ipynb", IMPORTS + "f = form(RunConfig(run_root='runs', packing='padded', save_every=50, nproc=1))\nf",
-        IMPORTS + "run = Run.attach('runs/mine')", IMPORTS + "runs('runs')",
+        here.folder / "form.ipynb",
+        IMPORTS + "f = form(RunConfig(run_root='runs', packing='padded', save_every=50, nproc=1))\nf",
+        IMPORTS + "run = Run.attach('runs/mine')",
+        IMPORTS + "runs('runs')",
         IMPORTS + "again = launch(Run('runs/mine').config.replace(run_name='again', max_steps=5))",
     )
     page = here.open(notebook)
@@ -81,7 +84,9 @@ def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
 @pytest.mark.slow
 def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank):
     here = place("dark", **failing_rank)
-    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(2)})", "'the next cell ran'"))
+    page = here.open(
+        make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(2)})", "'the next cell ran'")
+    )
     page.run_all(wait=0)
     page.wait_for_text("failed", 60, 0)
     page.wait_for_text("rank 1 raised ZeroDivisionError: planted in rank 1", 10, 0)
@@ -134,7 +139,9 @@ def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
 @pytest.mark.slow
 def test_stopped_by_its_button_while_the_cell_waits(place, shots):
     here = place()
-    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)})", "print('then', run.state)"))
+    page = here.open(
+        make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)})", "print('then', run.state)")
+    )
     page.run_all(wait=0)
     page.wait_for_text(re.compile(r"step [1-9]\d* of 2,000"), 60, 0)
     page.click("Stop (saves)")
@@ -142,7 +149,11 @@ def test_stopped_by_its_button_while_the_cell_waits(place, shots):
     page.wait_for_text("then stopped", 5, 1)
     page.save()
     saved = json.loads((here.folder / "a.ipynb").read_text())["cells"][0]["outputs"]
-    assert [sorted(o.get("data", ())) for o in saved] == [[], ["text/html", "text/plain"], ["image/png", "text/plain"]], "nothing in it needs a kernel"
+    assert [sorted(o.get("data", ())) for o in saved] == [
+        [],
+        ["text/html", "text/plain"],
+        ["image/png", "text/plain"],
+    ], "nothing in it needs a kernel"
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 """Functions and cells on every rank."""
+
 import os
 import socket
 import subprocess
@@ -36,7 +37,11 @@ def test_what_a_rank_raises_is_raised_here():
 
     with pytest.raises(RunFailed, match="rank 1 raised KeyError: 'planted'") as caught:
         launch(fails, nproc=2)
-    assert caught.value.rank == 1 and 'raise KeyError("planted")' in caught.value.traceback and "_rank_main" not in caught.value.traceback
+    assert (
+        caught.value.rank == 1
+        and 'raise KeyError("planted")' in caught.value.traceback
+        and "_rank_main" not in caught.value.traceback
+    )
 
 
 def test_a_rank_that_is_killed_is_named():
@@ -58,14 +63,17 @@ def test_a_script_may_end_itself():
         launch(lambda: sys.exit(3), nproc=1)
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda: launch(lambda file: 1, sys.stdout, nproc=1), "cannot be handed to other processes"),
-    (lambda: launch(lambda: (i for i in ()), nproc=1), "rank 0 returned a generator, which cannot be handed back"),
-    (lambda: launch(lambda: 1, nproc=0), "at least 1 process"),
-    (lambda: launch(lambda: 1, wait=False), "a function is waited for"),
-    (lambda: launch(RunConfig(), 3), "belong to a function"),
-    (lambda: launch({"model": "x"}), "takes a RunConfig or a function, not a dict"),
-])
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: launch(lambda file: 1, sys.stdout, nproc=1), "cannot be handed to other processes"),
+        (lambda: launch(lambda: (i for i in ()), nproc=1), "rank 0 returned a generator, which cannot be handed back"),
+        (lambda: launch(lambda: 1, nproc=0), "at least 1 process"),
+        (lambda: launch(lambda: 1, wait=False), "a function is waited for"),
+        (lambda: launch(RunConfig(), 3), "belong to a function"),
+        (lambda: launch({"model": "x"}), "takes a RunConfig or a function, not a dict"),
+    ],
+)
 def test_what_cannot_work_is_told(call, words):
     with pytest.raises(ConfigError, match=words):
         call()
@@ -96,7 +104,9 @@ def test_cuda_devices_that_are_hidden_do_not_count(tmp_path, monkeypatch):
     from multigpu_ft.gpus import visible_gpus
 
     fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\necho '0, GPU-1, Tesla T4, 15360, 3, 550.1, 7.5'\necho '1, GPU-2, Tesla T4, 15360, 3, 550.1, 7.5'\n")
+    fake.write_text(
+        "#!/bin/sh\necho '0, GPU-1, Tesla T4, 15360, 3, 550.1, 7.5'\necho '1, GPU-2, Tesla T4, 15360, 3, 550.1, 7.5'\n"
+    )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for visible, count in ((None, 2), ("", 0), ("1", 1), ("0,1", 2), ("-1", 0), ("0,-1,1", 1)):
@@ -109,15 +119,24 @@ def test_cuda_devices_that_are_hidden_do_not_count(tmp_path, monkeypatch):
 def test_the_magic(kernel):
     k = kernel(OMP_NUM_THREADS="1")
     k.run("%load_ext multigpu_ft\nrate, other = 0.5, 3")
-    shown = k.run("%%torchrun -n 2 --push rate,other --pull loss\nimport time\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
-                  "time.sleep(rank / 2)\nloss = rate * other + rank\nprint('loss', loss)\nworld_size * 10")
+    shown = k.run(
+        "%%torchrun -n 2 --push rate,other --pull loss\nimport time\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "time.sleep(rank / 2)\nloss = rate * other + rank\nprint('loss', loss)\nworld_size * 10"
+    )
     assert sorted(shown.split("\n")[:-1]) == ["[0] 20", "[0] loss 1.5", "[1] 20", "[1] loss 2.5"]
     assert k.run("loss").strip() == "1.5"
     with pytest.raises(CellError) as caught:
         k.run("%%torchrun -n 2\nif rank == 1:\n    1 / 0")
-    assert caught.value.name == "RunFailed" and "rank 1 raised ZeroDivisionError" in caught.value.value and "    1 / 0" in caught.value.value
-    for cell, words in (("%%torchrun\na b", "invalid syntax"), ("%%torchrun --push nothing\n1", "the notebook has no variable"),
-                        ("%%torchrun -n 1 --pull rank,nothing\n1", "--pull nothing: rank 0 has no variable")):
+    assert (
+        caught.value.name == "RunFailed"
+        and "rank 1 raised ZeroDivisionError" in caught.value.value
+        and "    1 / 0" in caught.value.value
+    )
+    for cell, words in (
+        ("%%torchrun\na b", "invalid syntax"),
+        ("%%torchrun --push nothing\n1", "the notebook has no variable"),
+        ("%%torchrun -n 1 --pull rank,nothing\n1", "--pull nothing: rank 0 has no variable"),
+    ):
         with pytest.raises(CellError, match=words):
             k.run(cell)
     assert k.run("rank").strip() == "0", "what was there was handed over"
@@ -126,20 +145,27 @@ def test_the_magic(kernel):
 def test_after_cuda_was_initialised_in_the_kernel(kernel):
     "A fork would inherit it and fail; the function's processes are not forked."
     k = kernel(OMP_NUM_THREADS="1")
-    k.run("import os, torch\nfrom multigpu_ft import launch\nowner = os.getpid()\ntouched = False\n"
-          "os.register_at_fork(after_in_child=lambda: globals().update(touched=True))")
-    assert k.run("import sys\nlaunch(lambda: getattr(sys.modules['__main__'], 'touched', 'not forked'), nproc=2)").strip() == "'not forked'"
+    k.run(
+        "import os, torch\nfrom multigpu_ft import launch\nowner = os.getpid()\ntouched = False\n"
+        "os.register_at_fork(after_in_child=lambda: globals().update(touched=True))"
+    )
+    assert (
+        k.run("import sys\nlaunch(lambda: getattr(sys.modules['__main__'], 'touched', 'not forked'), nproc=2)").strip()
+        == "'not forked'"
+    )
 
 
 def test_a_plain_script_can_launch_a_function(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent("""
+    script.write_text(
+        textwrap.dedent("""
         import helper
         from multigpu_ft import launch
 
         if __name__ == "__main__":
             print("got", launch(helper.double, 21, nproc=2))
-    """))
+    """)
+    )
     (tmp_path / "helper.py").write_text("def double(x):\n    return 2 * x\n")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "got 42" in done.stdout, done.stderr

@@ -6,11 +6,20 @@ from conftest import BIN
 
 
 def multigpu_ft(*arguments, cwd, **env):
-    return subprocess.run([BIN / "multigpu-ft", *map(str, arguments)], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [BIN / "multigpu-ft", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_train_and_runs(tmp_path, run_root):
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(600)))
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(600))
+    )
     settings = "--dataset x.jsonl --start-idx 0 --end-idx 500 --batch-size 8 --packing padded"
     done = multigpu_ft("train", *settings.split(), "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -32,10 +41,18 @@ def test_failures_end_non_zero_with_one_message(tmp_path):
         (("fly",), "there is no verb 'fly'; the verbs are: train"),
     ):
         done = multigpu_ft(*arguments, cwd=tmp_path)
-        assert done.returncode != 0 and reason in done.stderr + done.stdout and "Traceback" not in done.stderr, (arguments, done)
+        assert done.returncode != 0 and reason in done.stderr + done.stdout and "Traceback" not in done.stderr, (
+            arguments,
+            done,
+        )
 
 
 def test_help_is_made_from_the_fields(tmp_path):
     shown = multigpu_ft("train", "--help", cwd=tmp_path)
-    assert shown.returncode == 0 and "--start-idx" in shown.stdout and "first row of the slice" in shown.stdout and "--node-rank N" in shown.stdout
+    assert (
+        shown.returncode == 0
+        and "--start-idx" in shown.stdout
+        and "first row of the slice" in shown.stdout
+        and "--node-rank N" in shown.stdout
+    )
     assert "opt-1.3b-arxiv" in multigpu_ft("presets", cwd=tmp_path).stdout

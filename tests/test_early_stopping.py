@@ -1,4 +1,5 @@
 """Evaluation while a run trains: it stops when that no longer helps, keeps the best checkpoint and exports it."""
+
 import json
 
 import faults
@@ -9,7 +10,14 @@ from safetensors.torch import load_file
 from multigpu_ft.lineage import find_checkpoints
 from multigpu_ft.rundir import RunDir
 
-HALF = {"end_idx": 24, "eval_start_idx": 24, "eval_every": 2, "save_every": None, "learning_rate": 0.03, "num_epochs": 12}
+HALF = {
+    "end_idx": 24,
+    "eval_start_idx": 24,
+    "eval_every": 2,
+    "save_every": None,
+    "learning_rate": 0.03,
+    "num_epochs": 12,
+}
 
 
 def evaluated(run_dir):
@@ -29,7 +37,9 @@ def weights(checkpoint):
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def stopped_early(request, server, material, tmp_path_factory):
-    cfg = faults.config(material, tmp_path_factory.mktemp("early"), strategy=request.param, patience=3, keep=1, run_name="first", **HALF)
+    cfg = faults.config(
+        material, tmp_path_factory.mktemp("early"), strategy=request.param, patience=3, keep=1, run_name="first", **HALF
+    )
     return server.finish(cfg)
 
 
@@ -67,8 +77,12 @@ def test_the_next_slice_goes_on_from_the_best_the_same_one_from_the_newest(stopp
 def test_the_same_again_has_nothing_left_to_train(stopped_early, server):
     again = server.finish(stopped_early.config().replace(run_name="again"))
     status = again.status()
-    assert status["state"] == "done" and again.metrics() == [] and "was stopped early, by patience=3" in status["message"]
-    assert status["exported_checkpoint"] == stopped_early.status()["best"]["checkpoint"], "also when another run saved it"
+    assert (
+        status["state"] == "done" and again.metrics() == [] and "was stopped early, by patience=3" in status["message"]
+    )
+    assert status["exported_checkpoint"] == stopped_early.status()["best"]["checkpoint"], (
+        "also when another run saved it"
+    )
 
 
 def test_a_resumed_run_stops_where_it_would_have(stopped_early, server, tmp_path):
@@ -78,7 +92,10 @@ def test_a_resumed_run_stops_where_it_would_have(stopped_early, server, tmp_path
     first = server.finish(cfg.replace(max_steps=whole["best"]["step"] + 3))
     assert first.status()["step"] == whole["best"]["step"] + 3
     second = server.finish(cfg)
-    assert evaluated(first) | evaluated(second) == {**evaluated(stopped_early), first.status()["step"]: evaluated(first)[first.status()["step"]]}
+    assert evaluated(first) | evaluated(second) == {
+        **evaluated(stopped_early),
+        first.status()["step"]: evaluated(first)[first.status()["step"]],
+    }
     assert (second.status()["best"], second.status()["eval_after"]) == (whole["best"], whole["eval_after"])
     assert second.status()["exported_checkpoint"] == whole["exported_checkpoint"]
 
@@ -91,7 +108,13 @@ def test_without_room_for_two_it_is_refused(server, material, run_root):
 
 
 def test_the_best_may_be_the_last(server, material, run_root):
-    run_dir = server.finish(faults.config(material, run_root, keep_best=True, **{**HALF, "learning_rate": 1e-4, "num_epochs": 1}))
+    run_dir = server.finish(
+        faults.config(material, run_root, keep_best=True, **{**HALF, "learning_rate": 1e-4, "num_epochs": 1})
+    )
     status = run_dir.status()
-    assert status["best"]["step"] == status["step"] and status["best"]["checkpoint"] == status["checkpoint"] and status["exported_checkpoint"] is None
+    assert (
+        status["best"]["step"] == status["step"]
+        and status["best"]["checkpoint"] == status["checkpoint"]
+        and status["exported_checkpoint"] is None
+    )
     assert RunDir(run_dir.path).checkpoints()[-1].name == status["checkpoint"]

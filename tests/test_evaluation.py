@@ -1,4 +1,5 @@
 """Evaluation: every loss equals a plain loop over plain transformers, on any number of ranks; what cannot be compared is told."""
+
 import json
 import shutil
 import sys
@@ -36,12 +37,22 @@ def trained(material, tmp_path_factory):
     shutil.copytree(material / "model", root / "talker")
     tokenizer.save_pretrained(root / "talker")
     lines = [json.loads(line)["text"].split() for line in (material / "texts.jsonl").read_text().splitlines()]
-    chats = [{"messages": [{"role": "user", "content": " ".join(w[:4])}, {"role": "assistant", "content": " ".join(w[4:] or w)}]} for w in lines]
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": " ".join(w[:4])},
+                {"role": "assistant", "content": " ".join(w[4:] or w)},
+            ]
+        }
+        for w in lines
+    ]
     (root / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     server = faults.Server(material / "model", "peft", "torch.distributed.checkpoint.state_dict")
     adapter = {"tuning": "lora", "lora_r": 4, "lora_dropout": 0.0, "strategy": "single", "nproc": 1}
     settings = {
-        "full": {"save_every": 4}, "lora": {**adapter, "merge_adapter": True}, "labels": {**adapter, "task": "classification"},
+        "full": {"save_every": 4},
+        "lora": {**adapter, "merge_adapter": True},
+        "labels": {**adapter, "task": "classification"},
         "chat": {**adapter, "task": "chat", "model": str(root / "talker"), "dataset": str(root / "chats.jsonl")},
     }
     runs = {}
@@ -95,7 +106,9 @@ def test_losses_are_those_of_plain_transformers(trained, kind, alone):
     names = measured.label_names
     if kind == "labels":
         torch.manual_seed(cfg.seed)  # a new head, as training began with it
-        base = AutoModelForSequenceClassification.from_pretrained(cfg.model, num_labels=len(names), pad_token_id=tokenizer.pad_token_id)
+        base = AutoModelForSequenceClassification.from_pretrained(
+            cfg.model, num_labels=len(names), pad_token_id=tokenizer.pad_token_id
+        )
     else:
         base = AutoModelForCausalLM.from_pretrained(cfg.model)
     assert measured.target.rows.tolist() == list(range(TRAINED, TRAINED + HELD_OUT)), "each example once"
@@ -109,9 +122,13 @@ def test_losses_are_those_of_plain_transformers(trained, kind, alone):
     assert len(measured.samples) == (kind != "labels") and all(len(sample["texts"]) == 2 for sample in measured.samples)
     if kind == "chat":
         asked = {row["messages"][0]["content"] for row in rows_of(cfg)}
-        assert any(measured.samples[0]["prompt"].endswith(words) for words in asked), "the conversation up to the assistant's turn"
+        assert any(measured.samples[0]["prompt"].endswith(words) for words in asked), (
+            "the conversation up to the assistant's turn"
+        )
     if kind == "labels":
-        assert "no head for labels" in measured.about["remarks"][0] and measured.target.targets.tolist() == [1] * HELD_OUT
+        assert (
+            "no head for labels" in measured.about["remarks"][0] and measured.target.targets.tolist() == [1] * HELD_OUT
+        )
 
 
 def test_several_checkpoints_and_the_export(trained, alone):
@@ -130,11 +147,28 @@ def test_several_checkpoints_and_the_export(trained, alone):
 @pytest.mark.slow
 def test_ranks_agree_and_share_the_work(trained, alone, tmp_path):
     run, settings = trained["full"], {"samples": 3, "max_new_tokens": 6, "folder": tmp_path}
-    here = score(plan(run, "all", samples=3, max_new_tokens=6, forgetting=named_rows(run.config(), dataset="builtin:python-docs", end_idx=15)))
-    assert {sample["texts"].keys() == here.target.losses.keys() for sample in here.samples} == {True} and len(here.samples) == 3
+    here = score(
+        plan(
+            run,
+            "all",
+            samples=3,
+            max_new_tokens=6,
+            forgetting=named_rows(run.config(), dataset="builtin:python-docs", end_idx=15),
+        )
+    )
+    assert {sample["texts"].keys() == here.target.losses.keys() for sample in here.samples} == {True} and len(
+        here.samples
+    ) == 3
     for strategy in ("auto", "fsdp"):
         there = evaluate(
-            run, checkpoint="all", strategy=strategy, nproc=2, forgetting_dataset="builtin:python-docs", forgetting_end_idx=15, batch_size=3, **settings
+            run,
+            checkpoint="all",
+            strategy=strategy,
+            nproc=2,
+            forgetting_dataset="builtin:python-docs",
+            forgetting_end_idx=15,
+            batch_size=3,
+            **settings,
         ).measured
         assert there.about["world_size"] == 2 and there.about["strategy"] == ("fsdp" if strategy == "fsdp" else "whole")
         for mine, theirs in ((here.target, there.target), (here.forgetting, there.forgetting)):
@@ -185,7 +219,11 @@ def test_an_export_without_its_run_knows_base_and_data(trained, alone, tmp_path,
         subject = export_subject(tmp_path / kind, base=trained[kind].config().model if kind == "full" else None)
         rows, why = held_out_rows([subject])
         inside = plan(trained[kind])
-        assert subject.run is None and (rows.start_idx, rows.end_idx) == (TRAINED, TRAINED + HELD_OUT) and "after all trained" in why
+        assert (
+            subject.run is None
+            and (rows.start_idx, rows.end_idx) == (TRAINED, TRAINED + HELD_OUT)
+            and "after all trained" in why
+        )
         here, there = score(Plan(subject.config, [subject], rows, label_names=subject.label_names)), score(inside)
         for found, expected in zip(here.target.losses.values(), there.target.losses.values(), strict=True):
             assert np.abs(found - expected).max() < 1e-5
@@ -199,23 +237,31 @@ def test_a_checkpoint_without_its_run(trained, alone, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(run.config().dataset).parent)
     subjects = find_subjects([], str(moved), run.config().model)
     assert subjects[0].run is None
-    measured, inside = score(Plan(subjects[0].config.replace(max_length=32), subjects, held_out_rows(subjects)[0].replace(max_length=32))), score(plan(run))
+    measured, inside = (
+        score(
+            Plan(subjects[0].config.replace(max_length=32), subjects, held_out_rows(subjects)[0].replace(max_length=32))
+        ),
+        score(plan(run)),
+    )
     assert np.abs(measured.target.losses[moved.name] - inside.target.losses[moved.name]).max() < 1e-5
 
 
-@pytest.mark.parametrize("kind, wanted, words", [
-    (ConfigError, {"run": "runs/nothing"}, "there is no run directory there"),
-    (ConfigError, {}, "nothing to evaluate"),
-    (CheckpointError, {"checkpoint": "model_0-99"}, "those there are: model_0-32"),
-    (DataError, {"start_idx": 48}, "highest start_idx is 47"),
-    (DataError, {"start_idx": 40, "end_idx": 40}, "the slice is empty"),
-    (ConfigError, {"batch_size": 0}, "greater than or equal to 1"),
-    (ConfigError, {"samples": -1}, "samples=-1"),
-    (ConfigError, {"hf_repo": "no name"}, "neither a folder"),
-    (ConfigError, {"hf_repo": "user/name"}, "give one of them"),
-    (ConfigError, {"folder": "hf_" + "a" * 30}, "HF_TOKEN"),
-    (ConfigError, {"strategy": "single"}, "nproc=1"),
-])
+@pytest.mark.parametrize(
+    "kind, wanted, words",
+    [
+        (ConfigError, {"run": "runs/nothing"}, "there is no run directory there"),
+        (ConfigError, {}, "nothing to evaluate"),
+        (CheckpointError, {"checkpoint": "model_0-99"}, "those there are: model_0-32"),
+        (DataError, {"start_idx": 48}, "highest start_idx is 47"),
+        (DataError, {"start_idx": 40, "end_idx": 40}, "the slice is empty"),
+        (ConfigError, {"batch_size": 0}, "greater than or equal to 1"),
+        (ConfigError, {"samples": -1}, "samples=-1"),
+        (ConfigError, {"hf_repo": "no name"}, "neither a folder"),
+        (ConfigError, {"hf_repo": "user/name"}, "give one of them"),
+        (ConfigError, {"folder": "hf_" + "a" * 30}, "HF_TOKEN"),
+        (ConfigError, {"strategy": "single"}, "nproc=1"),
+    ],
+)
 def test_what_cannot_be_is_told_before_a_process_starts(trained, tmp_path, kind, wanted, words):
     run = None if wanted in ({}, {"hf_repo": "no name"}) else wanted.get("run", trained["full"])
     with pytest.raises(kind, match=words):
@@ -225,12 +271,21 @@ def test_what_cannot_be_is_told_before_a_process_starts(trained, tmp_path, kind,
 def test_what_does_not_belong_together_is_told(trained, alone, tmp_path):
     subjects = find_subjects([trained["full"]], None, None)
     rows = named_rows(trained["full"].config(), start_idx=TRAINED)
-    with pytest.raises(CheckpointError, match="trained on the tokens of another tokenizer than that of builtin:opt-tiny"):
+    with pytest.raises(
+        CheckpointError, match="trained on the tokens of another tokenizer than that of builtin:opt-tiny"
+    ):
         score(Plan(RunConfig(max_length=32), subjects, rows))
     (tmp_path / "plain.jsonl").write_text('{"text": "w1 w2"}\n' * 4)
     labelled = find_subjects([trained["labels"]], None, None)
     with pytest.raises(DataError, match="has no field 'label'"):
-        score(Plan(labelled[0].config, labelled, named_rows(labelled[0].config, dataset=str(tmp_path / "plain.jsonl")), label_names=["0", "1"]))
+        score(
+            Plan(
+                labelled[0].config,
+                labelled,
+                named_rows(labelled[0].config, dataset=str(tmp_path / "plain.jsonl")),
+                label_names=["0", "1"],
+            )
+        )
     damaged = tmp_path / "damaged"
     shutil.copytree(trained["full"].checkpoints()[-1], damaged)
     shard = next(damaged.glob("rank*.safetensors"))
@@ -242,7 +297,9 @@ def test_what_does_not_belong_together_is_told(trained, alone, tmp_path):
 @pytest.mark.slow
 def test_the_recipe_under_papermill(trained, tmp_path):
     few = ("-p", "samples", 1, "-p", "max_new_tokens", 4)
-    done = papermill(NBS / "evaluate.ipynb", tmp_path / "out.ipynb", "-p", "run", trained["lora"].path, *few, cwd=tmp_path)
+    done = papermill(
+        NBS / "evaluate.ipynb", tmp_path / "out.ipynb", "-p", "run", trained["lora"].path, *few, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     report = trained["lora"].path / "report"
     assert json.loads((report / "evaluation.json").read_text())["verdict"] in ("better", "worse", "no difference shown")
@@ -277,7 +334,21 @@ def test_several_runs_are_a_series(trained):
 def test_on_a_gpu_in_half_precision(material, tuning, run_root):
     from multigpu_ft import launch
 
-    run = launch(faults.config(material, run_root, end_idx=TRAINED, tuning=tuning, nproc=1, strategy="single", learning_rate=1e-2, dtype="bf16"))
+    run = launch(
+        faults.config(
+            material,
+            run_root,
+            end_idx=TRAINED,
+            tuning=tuning,
+            nproc=1,
+            strategy="single",
+            learning_rate=1e-2,
+            dtype="bf16",
+        )
+    )
     measured = evaluate(run, nproc=1, samples=1, max_new_tokens=4).measured
-    assert measured.about["dtype"] == "bfloat16" and measured.about["quantization"] == {"qlora": "4bit", "lora8bit": "8bit"}.get(tuning, "none")
+    assert measured.about["dtype"] == "bfloat16" and measured.about["quantization"] == {
+        "qlora": "4bit",
+        "lora8bit": "8bit",
+    }.get(tuning, "none")
     assert measured.target.losses[measured.models[1]["name"]].sum() < measured.target.losses["base"].sum()

@@ -1,4 +1,5 @@
 """The numbers: however work is shared, packed, chunked or interrupted by infinities, they are those of the plain way."""
+
 import itertools
 import json
 import os
@@ -22,11 +23,19 @@ from multigpu_ft.models import transformer_blocks
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
     "What two ranks found, in one process pair for all tests below: the curves of those models that are asked for."
-    asked = [item.callspec.params["name"] for item in request.session.items if item.nodeid.startswith("tests/test_exactness.py::test_one_curve_for_all_ways")]
+    asked = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.nodeid.startswith("tests/test_exactness.py::test_one_curve_for_all_ways")
+    ]
     report = tmp_path_factory.mktemp("exactness") / "report.json"
     done = subprocess.run(
-        [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "tests/exactness.py", report, *asked], capture_output=True, text=True, timeout=390,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=os.path.dirname(os.path.dirname(__file__)),
+        [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "tests/exactness.py", report, *asked],
+        capture_output=True,
+        text=True,
+        timeout=390,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=os.path.dirname(os.path.dirname(__file__)),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(report.read_text())
@@ -51,14 +60,24 @@ def test_a_text_has_the_same_losses_in_any_company(ranks, name):
     assert set(ranks["texts"][name]) == {"packed", "bucketed", "padded"} and max(ranks["texts"][name].values()) < 1e-5
 
 
-@pytest.mark.parametrize("strategy, dtype", [
-    *itertools.product(("ddp", "fsdp", "zero1", "zero2", "zero3"), ("fp32", "bf16", "fp16")),
-    ("zero1 offload", "fp16"), ("zero2 offload", "fp16"), ("zero3 offload", "fp16"),
-])
+@pytest.mark.parametrize(
+    "strategy, dtype",
+    [
+        *itertools.product(("ddp", "fsdp", "zero1", "zero2", "zero3"), ("fp32", "bf16", "fp16")),
+        ("zero1 offload", "fp16"),
+        ("zero2 offload", "fp16"),
+        ("zero3 offload", "fp16"),
+    ],
+)
 def test_an_infinity_on_one_rank_is_skipped_on_both(ranks, strategy, dtype):
     for rank in ranks["infinity"][f"{strategy} {dtype}"]:
         assert rank == {
-            "norm_finite": False, "unchanged": True, "skipped": 1, "in_a_row": 0, "scale": 32768.0 if dtype == "fp16" else 1.0, "goes_on": True,
+            "norm_finite": False,
+            "unchanged": True,
+            "skipped": 1,
+            "in_a_row": 0,
+            "scale": 32768.0 if dtype == "fp16" else 1.0,
+            "goes_on": True,
         }
 
 
@@ -73,14 +92,22 @@ def test_zero_halves_what_it_says_on_two_ranks(ranks):
     assert bytes_of["ddp"] == {"parameters": 4, "fp32 copies": 0, "gradients": 4, "moments": 8}
     for strategy in ("zero1", "zero2", "zero3"):
         kept = bytes_of[strategy]
-        assert kept["moments"] == pytest.approx(4, rel=0.01) and kept["fp32 copies"] == pytest.approx(2, rel=0.01), (strategy, kept)
-        assert kept["gradients"] >= 4 if strategy == "zero1" else kept["gradients"] == pytest.approx(2, rel=0.05), (strategy, kept)
+        assert kept["moments"] == pytest.approx(4, rel=0.01) and kept["fp32 copies"] == pytest.approx(2, rel=0.01), (
+            strategy,
+            kept,
+        )
+        assert kept["gradients"] >= 4 if strategy == "zero1" else kept["gradients"] == pytest.approx(2, rel=0.05), (
+            strategy,
+            kept,
+        )
         assert kept["parameters"] == (pytest.approx(2, rel=0.05) if strategy == "zero3" else 4), (strategy, kept)
 
 
 def deaf(forward):
     "A decoder's forward that takes position ids and counts through the row all the same."
-    return lambda input_ids=None, position_ids=None, **inputs: forward(input_ids=input_ids, position_ids=torch.arange(input_ids.shape[1])[None], **inputs)
+    return lambda input_ids=None, position_ids=None, **inputs: forward(
+        input_ids=input_ids, position_ids=torch.arange(input_ids.shape[1])[None], **inputs
+    )
 
 
 def blabbing(forward):
@@ -104,9 +131,15 @@ class Capped(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("name, fault, caught", [
-    ("opt", deaf, {"packed"}), ("gpt2", deaf, {"packed"}), ("opt", blabbing, {"packed"}), ("llama", Capped, {"chunked"}),
-])
+@pytest.mark.parametrize(
+    "name, fault, caught",
+    [
+        ("opt", deaf, {"packed"}),
+        ("gpt2", deaf, {"packed"}),
+        ("opt", blabbing, {"packed"}),
+        ("llama", Capped, {"chunked"}),
+    ],
+)
 def test_the_self_check_catches(name, fault, caught):
     model = build(name).eval()
     if fault is Capped:
@@ -124,7 +157,9 @@ def test_the_self_check_catches(name, fault, caught):
     exact = self_check(losses_of, sorted((texts[i] for i in range(8)), key=len)[-2:], 1, torch.float32, 64)
     assert {way for way, fine in exact.items() if not fine} == caught
     packing, why = choose_packing(RunConfig(packing="packed", max_length=64), exact, texts, model, 1)
-    assert (packing == "bucketed" and "texts would see each other" in why) if "packed" in caught else packing == "packed"
+    assert (
+        (packing == "bucketed" and "texts would see each other" in why) if "packed" in caught else packing == "packed"
+    )
 
 
 def gradients(model, batch, chunked):
@@ -136,7 +171,9 @@ def gradients(model, batch, chunked):
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", ["plain", "frozen head", "lora", "lora on the head", "no targets", "a chunk without targets"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "frozen head", "lora", "lora on the head", "no targets", "a chunk without targets"]
+)
 def test_chunked_is_plain_cross_entropy(name, kind):
     from peft import LoraConfig, get_peft_model
 
@@ -144,13 +181,17 @@ def test_chunked_is_plain_cross_entropy(name, kind):
     torch.manual_seed(0)
     if kind.startswith("lora"):
         modules = ["q_proj", "v_proj"] + (["lm_head"] if "head" in kind else [])
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM")
+        )
     if kind == "frozen head":
         model.get_output_embeddings().weight.requires_grad_(False)
     batch = {k: torch.from_numpy(v) for k, v in collate([[texts[i]] for i in range(32)], 1, "padded").items()}
     if kind == "no targets":
         batch |= {"predictors": batch["predictors"][:0], "targets": batch["targets"][:0]}
-    if kind == "a chunk without targets":  # as labels of -100 would be: the first 300 of some 700 tokens are not to be predicted
+    if (
+        kind == "a chunk without targets"
+    ):  # as labels of -100 would be: the first 300 of some 700 tokens are not to be predicted
         batch |= {"predictors": batch["predictors"][300:], "targets": batch["targets"][300:]}
     (plain, expected), (chunked, found) = (gradients(LossModel(model), batch, how) for how in (False, True))
     assert abs(plain - chunked) <= 1e-6 * abs(plain) and found.keys() == expected.keys() and found
@@ -185,7 +226,12 @@ def test_memory_of_the_chunked_loss_does_not_grow_with_tokens_times_vocabulary()
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            Largest.elements = max([Largest.elements, *(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor))])
+            Largest.elements = max(
+                [
+                    Largest.elements,
+                    *(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)),
+                ]
+            )
             return out
 
     tokens, vocabulary = 4096, 4000
@@ -213,11 +259,16 @@ if os.environ.get('RANK') == '1':
 """
 
 
-@pytest.mark.parametrize("end_idx, reason", [
-    slow(400, "the gradient was not finite for 25 steps in a row, up to step"),  # within an epoch
-    (80, "parameters are no longer finite at step 20, so no checkpoint was made of them"),  # at its end
-])
-def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_good_checkpoint(run_root, tmp_path, monkeypatch, train, end_idx, reason):
+@pytest.mark.parametrize(
+    "end_idx, reason",
+    [
+        slow(400, "the gradient was not finite for 25 steps in a row, up to step"),  # within an epoch
+        (80, "parameters are no longer finite at step 20, so no checkpoint was made of them"),  # at its end
+    ],
+)
+def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_good_checkpoint(
+    run_root, tmp_path, monkeypatch, train, end_idx, reason
+):
     "Parameters turn into NaN on one rank, in the second epoch; the checkpoint of the first is whole and trains on."
     folder = tmp_path / "fault"
     folder.mkdir()
@@ -232,12 +283,16 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_good_checkpoi
     metrics = [json.loads(line) for line in next(run_root.glob("*/metrics.jsonl")).read_text().splitlines()]
     assert checkpoint.name.endswith("epoch-1") and metrics[-1]["loss"] is None
     assert 0 < metrics[-1]["skipped_steps"] == sum(m["loss"] is None for m in metrics) <= 25
-    assert metrics[-1]["step"] < 3 * (end_idx // 8), "training goes on while a checkpoint is written, not beyond the next one"
+    assert metrics[-1]["step"] < 3 * (end_idx // 8), (
+        "training goes on while a checkpoint is written, not beyond the next one"
+    )
     again = train(cfg.replace(max_steps=3))
     assert again.status["resumed_from"].endswith(checkpoint.name) and all(m["loss"] for m in again.metrics)
 
 
-@pytest.mark.parametrize("setting, recomputed", [("none", []), slow("full", [0, 1, 2, 3]), (2, [1, 3]), slow("auto", [])])
+@pytest.mark.parametrize(
+    "setting, recomputed", [("none", []), slow("full", [0, 1, 2, 3]), (2, [1, 3]), slow("auto", [])]
+)
 def test_activation_checkpointing_changes_no_number(run_root, train, setting, recomputed):
     run = train(RunConfig(run_root=str(run_root), nproc=1, end_idx=60, activation_checkpointing=setting))
     assert run.status["checkpointed_blocks"] == {0: "none", 4: "all", 2: "every 2th"}[len(recomputed)]
@@ -254,7 +309,9 @@ def test_compiled_blocks_draw_the_same_curve(run_root):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy, dtype", [("single", "fp32"), ("ddp", "bf16")])
 def test_8_bit_adam_learns_and_goes_on(run_root, train, strategy, dtype):
-    cfg = RunConfig(run_root=str(run_root), strategy=strategy, dtype=dtype, optimizer="adamw_8bit", packing="padded", end_idx=160)
+    cfg = RunConfig(
+        run_root=str(run_root), strategy=strategy, dtype=dtype, optimizer="adamw_8bit", packing="padded", end_idx=160
+    )
     first = train(cfg.replace(max_steps=10))
     second = train(cfg)
     assert second.metrics[0]["step"] == 11 and second.metrics[-1]["loss"] < first.metrics[0]["loss"] - 0.5
@@ -283,6 +340,10 @@ def test_a_line_of_metrics_tells_where_the_time_went(run_root, train):
     run = train(RunConfig(run_root=str(run_root), strategy="ddp", end_idx=400, log_every=2))
     for line in run.metrics[1:]:
         phases = sum(line[f"{phase}_s"] for phase in ("data", "forward_backward", "communication", "optimizer"))
-        assert 0.5 * line["step_s"] < phases <= 1.05 * line["step_s"] and 0 <= line["padding"] < 0.5 and line["mfu"] is None
+        assert (
+            0.5 * line["step_s"] < phases <= 1.05 * line["step_s"]
+            and 0 <= line["padding"] < 0.5
+            and line["mfu"] is None
+        )
         assert len(line["peak_memory_gib"]) == 2 and min(line["peak_memory_gib"]) > 0.1 and line["skipped_steps"] == 0
     assert [m["step"] for m in run.metrics][:3] == [1, 2, 4]

@@ -1,4 +1,5 @@
 """Each way to fail, in a real kernel: one clear error in the cell, within seconds, and nothing left behind."""
+
 import os
 import signal
 import socket
@@ -59,7 +60,9 @@ def test_one_rank_is_killed(kernel, run_root):
     assert f"rank 1 (pid {victim}) was killed by signal 9 (SIGKILL): probably out of host memory" in caught.value.value
     until(lambda: not processes(run_root), 2, "all processes gone")
     # the next launch in this kernel works, on a fresh port
-    assert "done" in k.run(f"launch(RunConfig(run_root={str(run_root)!r}, nproc=1, end_idx=32, resume_file='none')).state")
+    assert "done" in k.run(
+        f"launch(RunConfig(run_root={str(run_root)!r}, nproc=1, end_idx=32, resume_file='none')).state"
+    )
 
 
 def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
@@ -77,7 +80,9 @@ def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
     saved = k.run("print(run.status['checkpoint'])").strip()
     assert saved == f"opt-tiny_0-5000-step-{step}"
     # and training goes on where it stopped, be it with one rank
-    shown = k.run(f"again = launch(RunConfig({plain}, batch_size=16, nproc=1, max_steps=2)); print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])")
+    shown = k.run(
+        f"again = launch(RunConfig({plain}, batch_size=16, nproc=1, max_steps=2)); print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])"
+    )
     assert f"continues from checkpoint {saved}" in shown and f"{step + 1} {16 * (step + 1)}" in shown
 
 
@@ -137,7 +142,9 @@ def test_no_listener_outside_loopback_and_a_hung_rank_is_killed_when_stopped(ker
     k = kernel()
     k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}, strategy={strategy!r}), wait=False)")
     run_dir = running(run_root)
-    listening = [c.laddr.ip for p in processes(run_root) for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr.ip for p in processes(run_root) for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN
+    ]
     assert listening and set(listening) == {"127.0.0.1"}, listening
     psutil.Process(ranks(run_dir)[1]).suspend()
     started = time.monotonic()
@@ -159,10 +166,13 @@ def test_second_interrupt_kills(kernel, run_root):
         cell.result(5)
 
 
-@pytest.mark.parametrize("line, reason, nproc", [
-    ('{"text": "ok"}\n{"text": broken}\n', "line 2: not valid JSON", 2),
-    ('{"text": "ok"}\n{"body": "no text"}\n', "row 1 of .* has no field 'text'; its fields are: body", 1),
-])
+@pytest.mark.parametrize(
+    "line, reason, nproc",
+    [
+        ('{"text": "ok"}\n{"text": broken}\n', "line 2: not valid JSON", 2),
+        ('{"text": "ok"}\n{"body": "no text"}\n', "row 1 of .* has no field 'text'; its fields are: body", 1),
+    ],
+)
 def test_broken_data(refusing, run_root, line, reason, nproc):
     k, folder = refusing("1")
     (folder / "a.jsonl").write_text(line)
@@ -171,23 +181,36 @@ def test_broken_data(refusing, run_root, line, reason, nproc):
     assert caught.value.name == "DataError" and "Traceback" not in caught.value.value
 
 
-@pytest.mark.parametrize("values, name, reason", [
-    ("start_idx=300, end_idx=200", "DataError", r"slice 300-200 of builtin:python-docs, which has [\d,]+ rows: the slice is empty"),
-    ("start_idx=-1", "DataError", r"which has [\d,]+ rows: .*cannot be negative"),
-    ("start_idx=1000000", "DataError", r"slice 1000000-\(end\) of builtin:python-docs, which has [\d,]+ rows: start_idx is beyond"),
-    ("end_idx=1000000", "DataError", r"which has [\d,]+ rows: end_idx is beyond"),
-    ("dataset='none.jsonl'", "DataError", "there is no such file"),
-    slow("dataset='user/none', nproc=1", "DataError", "could not be loaded from the Hub"),
-    ("model='user/none'", "ModelError", "'user/none' could not be loaded"),
-    ("strat_idx=5", "ConfigError", "unknown parameter 'strat_idx' .did you mean 'start_idx'"),
-    ("hf_token='x'", "ConfigError", "looks like a secret.*HF_TOKEN"),
-    ("hf_repo='hf_" + "a" * 34 + "'", "ConfigError", "has the shape of an access token.*HF_TOKEN"),
-    ("resume_file='nope'", "CheckpointError", "there is no checkpoint 'nope'"),
-    ("hf_repo='me/model'", "CheckpointError", "no Hub token: put it in the environment variable HF_TOKEN"),
-    ("max_length=4096, nproc=1", "ModelError", "beyond the 512 positions"),
-])
+@pytest.mark.parametrize(
+    "values, name, reason",
+    [
+        (
+            "start_idx=300, end_idx=200",
+            "DataError",
+            r"slice 300-200 of builtin:python-docs, which has [\d,]+ rows: the slice is empty",
+        ),
+        ("start_idx=-1", "DataError", r"which has [\d,]+ rows: .*cannot be negative"),
+        (
+            "start_idx=1000000",
+            "DataError",
+            r"slice 1000000-\(end\) of builtin:python-docs, which has [\d,]+ rows: start_idx is beyond",
+        ),
+        ("end_idx=1000000", "DataError", r"which has [\d,]+ rows: end_idx is beyond"),
+        ("dataset='none.jsonl'", "DataError", "there is no such file"),
+        slow("dataset='user/none', nproc=1", "DataError", "could not be loaded from the Hub"),
+        ("model='user/none'", "ModelError", "'user/none' could not be loaded"),
+        ("strat_idx=5", "ConfigError", "unknown parameter 'strat_idx' .did you mean 'start_idx'"),
+        ("hf_token='x'", "ConfigError", "looks like a secret.*HF_TOKEN"),
+        ("hf_repo='hf_" + "a" * 34 + "'", "ConfigError", "has the shape of an access token.*HF_TOKEN"),
+        ("resume_file='nope'", "CheckpointError", "there is no checkpoint 'nope'"),
+        ("hf_repo='me/model'", "CheckpointError", "no Hub token: put it in the environment variable HF_TOKEN"),
+        ("max_length=4096, nproc=1", "ModelError", "beyond the 512 positions"),
+    ],
+)
 def test_bad_settings(refusing, run_root, values, name, reason):
-    k, _ = refusing("" if "dataset='user" in values or "hf_repo='me" in values else "1")  # one case that waits for the hub client's retries is enough
+    k, _ = refusing(
+        "" if "dataset='user" in values or "hf_repo='me" in values else "1"
+    )  # one case that waits for the hub client's retries is enough
     with pytest.raises(CellError, match=reason) as caught:
         k.run(f"launch(RunConfig(run_root={str(run_root)!r}, {values}))")
     assert caught.value.name == name and "Traceback" not in caught.value.value

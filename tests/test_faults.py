@@ -1,4 +1,5 @@
 """Nothing lost, nothing twice, whatever kills a run. The harness is faults.py; `make faults` runs it at full size."""
+
 import contextlib
 import itertools
 import json
@@ -86,19 +87,48 @@ def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
     for start, end in ((0, cut), (cut, len(lengths))):
         if start == end:
             continue
-        part = tokenize_texts([" ".join(map(str, texts[i].ids[:-1] if texts[i].ids[-1] == 1 else texts[i].ids)) for i in range(start, end)], Numbers(), 24)
+        part = tokenize_texts(
+            [
+                " ".join(map(str, texts[i].ids[:-1] if texts[i].ids[-1] == 1 else texts[i].ids))
+                for i in range(start, end)
+            ],
+            Numbers(),
+            24,
+        )
         epoch_texts = {1: [], 2: []}
         done = False
         while not done:
             world_size, batch_size, accum_steps = (data.draw(st.integers(1, high)) for high in (4, 3, 3))
-            cfg = RunConfig(start_idx=start, end_idx=end, batch_size=batch_size, accum_steps=accum_steps, max_length=24, packing=packing, num_epochs=2)
+            cfg = RunConfig(
+                start_idx=start,
+                end_idx=end,
+                batch_size=batch_size,
+                accum_steps=accum_steps,
+                max_length=24,
+                packing=packing,
+                num_epochs=2,
+            )
             order = Order.of(cfg, packing, len(part), world_size, part.digest)
-            now = next_progress(Progress(**json.loads(json.dumps(asdict(saved)))), cfg, end, order) if saved else Progress(start, end, 1, order=asdict(order))
+            now = (
+                next_progress(Progress(**json.loads(json.dumps(asdict(saved)))), cfg, end, order)
+                if saved
+                else Progress(start, end, 1, order=asdict(order))
+            )
             order, steps_left = Order(**now.order), data.draw(st.integers(1, 8))
-            ranks = [epoch_steps(part, order, cfg, now.epoch, now.position, rank, world_size) for rank in range(world_size)]
+            ranks = [
+                epoch_steps(part, order, cfg, now.epoch, now.position, rank, world_size) for rank in range(world_size)
+            ]
             for of_ranks in itertools.islice(zip(*ranks, strict=True), steps_left):
-                assert len({(step.position, step.targets, len(step.micro_batches)) for step in of_ranks}) == 1, "ranks disagree"
-                ids = [int(t) - 100 for step in of_ranks for batch in step.micro_batches for t in batch["input_ids"].ravel() if t >= 100]
+                assert len({(step.position, step.targets, len(step.micro_batches)) for step in of_ranks}) == 1, (
+                    "ranks disagree"
+                )
+                ids = [
+                    int(t) - 100
+                    for step in of_ranks
+                    for batch in step.micro_batches
+                    for t in batch["input_ids"].ravel()
+                    if t >= 100
+                ]
                 assert len(ids) == of_ranks[0].texts
                 epoch_texts[now.epoch] += ids
                 now.position, now.num_rows = of_ranks[0].position, of_ranks[0].num_rows
@@ -109,14 +139,18 @@ def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
         assert sorted(epoch_texts[1]) == sorted(epoch_texts[2]) == list(range(start, end))
         seen += epoch_texts[1]
     assert sorted(seen) == list(range(len(lengths)))
-    assert [(s["start_idx"], s["end_idx"], s["epochs"]) for s in saved.trained()] == [(a, b, 2) for a, b in ((0, cut), (cut, len(lengths))) if a < b]
+    assert [(s["start_idx"], s["end_idx"], s["epochs"]) for s in saved.trained()] == [
+        (a, b, 2) for a, b in ((0, cut), (cut, len(lengths))) if a < b
+    ]
 
 
 @contextlib.contextmanager
 def small_disk(size):
     "A file system of `size` bytes. Skips where none can be mounted."
     folder = Path(tempfile.mkdtemp(prefix="small-disk-"))
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True
+    )
     if mounted.returncode:
         folder.rmdir()
         pytest.skip(f"needs the right to mount a small file system: {mounted.stderr.strip()}")
@@ -187,7 +221,13 @@ sys.stdout.flush(); os._exit(0)
 def test_a_disk_that_fills_up_at_any_write_costs_only_that_checkpoint(material):
     "Page by page less room: the save fails with the numbers, leaves nothing, and the older checkpoint loads."
     with small_disk("2m") as folder:
-        done = subprocess.run([faults.sys.executable, "-c", FILL, folder, material], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=300)
+        done = subprocess.run(
+            [faults.sys.executable, "-c", FILL, folder, material],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     failed = [error for free, _, error in report["outcomes"] if error]
@@ -207,7 +247,10 @@ def test_training_goes_on_or_stops_when_the_disk_is_full(material, server, save_
             faults.time.sleep(0.005)
         leave(folder, 0)
         if save_failure == "continue":
-            while not any("Training goes on" in r for r in run_dir.status().get("remarks", [])) and "Training goes on" not in run_dir.log_file(0).read_text():
+            while (
+                not any("Training goes on" in r for r in run_dir.status().get("remarks", []))
+                and "Training goes on" not in run_dir.log_file(0).read_text()
+            ):
                 assert not faults.gone(agent)
                 faults.time.sleep(0.02)
             (folder / "filler").unlink()
@@ -232,4 +275,3 @@ def test_errors_of_the_harness_are_seen(kills):
         faults.assert_exact(wrong, wrong)
     with pytest.raises(AssertionError, match="parameters"):
         faults.assert_exact({**expected, "state": {}}, expected)
-

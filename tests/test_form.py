@@ -1,4 +1,5 @@
 """The form, driven from Python: its inputs are widgets, and setting one's value is what the browser does."""
+
 import re
 import shlex
 import sys
@@ -53,9 +54,11 @@ def commanded(f):
     "The configuration that the papermill command launches, read as papermill reads it."
     program, notebook, out, *words = shlex.split(f.command)
     assert (program, notebook.endswith("train.ipynb"), out) == ("papermill", True, "out.ipynb") and len(words) % 3 == 0
-    triples = [words[i:i + 3] for i in range(0, len(words), 3)]
+    triples = [words[i : i + 3] for i in range(0, len(words), 3)]
     assert {how for how, _, _ in triples} <= {"-p", "-r"}
-    return RunConfig.from_namespace({name: _resolve_type(value) if how == "-p" else value for how, name, value in triples})
+    return RunConfig.from_namespace(
+        {name: _resolve_type(value) if how == "-p" else value for how, name, value in triples}
+    )
 
 
 def agrees(f):
@@ -75,14 +78,29 @@ def test_every_field_has_an_input_a_label_and_help_under_its_group():
 
 def test_an_input_is_of_its_fields_type_and_bounds():
     f, w = form(), ipywidgets
-    types = {"strategy": w.Dropdown, "merge_adapter": w.Checkbox, "weight_decay": w.Text, "activation_checkpointing": w.Combobox,
-             "batch_size": w.Text, "nproc": w.Text, "learning_rate": w.Text, "model": w.Text, "lora_r": w.Text}
+    types = {
+        "strategy": w.Dropdown,
+        "merge_adapter": w.Checkbox,
+        "weight_decay": w.Text,
+        "activation_checkpointing": w.Combobox,
+        "batch_size": w.Text,
+        "nproc": w.Text,
+        "learning_rate": w.Text,
+        "model": w.Text,
+        "lora_r": w.Text,
+    }
     assert {name: type(f.inputs[name]) for name in types} == types
-    sliders = {field.name: (type(field.slider), field.slider.min, field.slider.max) for field in f._fields if field.slider}
+    sliders = {
+        field.name: (type(field.slider), field.slider.min, field.slider.max) for field in f._fields if field.slider
+    }
     assert sliders == {"lora_dropout": (w.FloatSlider, 0, 0.9), "weight_decay": (w.FloatSlider, 0, 1)}
-    assert f.inputs["strategy"].options == tuple((s, s) for s in ("auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"))
+    assert f.inputs["strategy"].options == tuple(
+        (s, s) for s in ("auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3")
+    )
     assert f.inputs["activation_checkpointing"].options == ("auto", "none", "full")
-    assert f.inputs["end_idx"].placeholder == "empty: start_idx + slice_size or the end of the data" and "1 to 1024" in note(f, "lora_r")
+    assert f.inputs[
+        "end_idx"
+    ].placeholder == "empty: start_idx + slice_size or the end of the data" and "1 to 1024" in note(f, "lora_r")
 
 
 def test_a_new_field_appears_by_itself():
@@ -91,7 +109,10 @@ def test_a_new_field_appears_by_itself():
     from pydantic import Field
 
     def made(annotation, default, **bounds):
-        namespace = {"__annotations__": {"x": annotation}, "x": Field(default, description="new; empty: nothing", json_schema_extra={"group": "new"}, **bounds)}
+        namespace = {
+            "__annotations__": {"x": annotation},
+            "x": Field(default, description="new; empty: nothing", json_schema_extra={"group": "new"}, **bounds),
+        }
         info = type("M", (multigpu_ft.config.BaseModel,), namespace).model_fields["x"]
         return widgets._Field("x", info, ipywidgets.Layout())
 
@@ -112,14 +133,20 @@ def test_an_error_is_beside_its_field_as_long_as_it_lasts():
     f.inputs["batch_size"].value = "0"
     assert "✗ input should be greater than or equal to 1" in note(f, "batch_size") and "✗" not in note(f, "accum_steps")
     assert "✗" in tab(f, "training") and "✗" not in tab(f, "data")
-    assert f._run_button.disabled and "batch_size: input should be" in shown(f._message) and "launch(" not in f._code.value
+    assert (
+        f._run_button.disabled and "batch_size: input should be" in shown(f._message) and "launch(" not in f._code.value
+    )
     assert "multigpu-wrong" in f.inputs["batch_size"]._dom_classes and "batch_size" in repr(f)
     for ask in (lambda: f.config, lambda: f.call, lambda: f.command):
         with pytest.raises(ConfigError, match="batch_size='0': input should be"):
             ask()
     f.inputs["batch_size"].value = "16"
     assert "✗" not in note(f, "batch_size") + "".join(f._tabs.titles) + f._message.value
-    assert f.config.batch_size == 16 and not f._run_button.disabled and "multigpu-wrong" not in f.inputs["batch_size"]._dom_classes
+    assert (
+        f.config.batch_size == 16
+        and not f._run_button.disabled
+        and "multigpu-wrong" not in f.inputs["batch_size"]._dom_classes
+    )
 
 
 def test_what_is_half_typed_stays_as_it_is():
@@ -164,7 +191,9 @@ def test_a_secret_is_refused_and_not_shown():
     f, secret = form(), "hf_" + "a" * 34
     f.inputs["hf_repo"].value = secret
     assert "access token" in note(f, "hf_repo") and f._run_button.disabled
-    assert all(secret not in widget.value for widget in (f._message, f._code)) and secret not in note(f, "hf_repo") + repr(f)
+    assert all(secret not in widget.value for widget in (f._message, f._code)) and secret not in note(
+        f, "hf_repo"
+    ) + repr(f)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -175,23 +204,41 @@ def test_a_preset_sets_all_fields_and_what_differs_is_marked(preset):
     assert f.config == RunConfig.preset(preset) and f.call == f"launch(RunConfig.preset({preset!r}))" and agrees(f)
     assert PRESET_NEEDS[preset] in shown(f._needs) and f._back.disabled and "•" not in "".join(f._tabs.titles)
     f.inputs["batch_size"].value, f.inputs["end_idx"].value = "3", "900"
-    assert f"• preset: {RunConfig.preset(preset).batch_size}" in note(f, "batch_size") and "• preset: empty" in note(f, "end_idx")
-    assert (tab(f, "training"), tab(f, "data")) == ("training •1", "data •1") and "multigpu-changed" in f.inputs["batch_size"]._dom_classes
+    assert f"• preset: {RunConfig.preset(preset).batch_size}" in note(f, "batch_size") and "• preset: empty" in note(
+        f, "end_idx"
+    )
+    assert (tab(f, "training"), tab(f, "data")) == ("training •1", "data •1") and "multigpu-changed" in f.inputs[
+        "batch_size"
+    ]._dom_classes
     assert agrees(f) and f.call.endswith("end_idx=900, batch_size=3))")
     f.inputs["nproc"].value = "many"
-    assert "•" in note(f, "batch_size") and tab(f, "parallelism") == "parallelism •1 ✗", "an error elsewhere does not hide what was changed"
+    assert "•" in note(f, "batch_size") and tab(f, "parallelism") == "parallelism •1 ✗", (
+        "an error elsewhere does not hide what was changed"
+    )
     f._back.click()
     assert f.config == RunConfig.preset(preset) and f._back.disabled
     f._picker.value = ""
     assert f.config == RunConfig() and f.call == "launch(RunConfig())"
 
 
-@pytest.mark.parametrize("values", [
-    {"model": "facebook/opt-125m"}, {"tuning": "lora"}, {"tuning": "lora", "learning_rate": 1e-3}, {"learning_rate": 3.0000000000000004e-4},
-    {"max_grad_norm": None, "save_minutes": None}, {"run_name": "007", "revision": "1234567", "text_field": "True"}, {"activation_checkpointing": 3},
-    {"max_hours": float("inf")}, {"run_root": "a folder/it's $HOME", "dataset": "a b.jsonl"}, {"start_idx": -1}, {"compile": True, "weight_decay": 1e-4},
-    {**PRESETS["bert-sst2-lora"], "start_idx": 9, "eval_split": None}, {**PRESETS["opt-1.3b-arxiv"], "learning_rate": 2e-5, "max_grad_norm": None},
-])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": "facebook/opt-125m"},
+        {"tuning": "lora"},
+        {"tuning": "lora", "learning_rate": 1e-3},
+        {"learning_rate": 3.0000000000000004e-4},
+        {"max_grad_norm": None, "save_minutes": None},
+        {"run_name": "007", "revision": "1234567", "text_field": "True"},
+        {"activation_checkpointing": 3},
+        {"max_hours": float("inf")},
+        {"run_root": "a folder/it's $HOME", "dataset": "a b.jsonl"},
+        {"start_idx": -1},
+        {"compile": True, "weight_decay": 1e-4},
+        {**PRESETS["bert-sst2-lora"], "start_idx": 9, "eval_split": None},
+        {**PRESETS["opt-1.3b-arxiv"], "learning_rate": 2e-5, "max_grad_norm": None},
+    ],
+)
 def test_all_three_outputs_mean_the_same(values):
     cfg = RunConfig(**values)
     f = form(cfg)
@@ -217,7 +264,9 @@ def test_the_learning_rate_follows_model_and_tuning_while_it_is_empty():
     f.inputs["model"].value = "facebook/opt-125m"
     assert rate.placeholder == "empty: 2e-05" and f.config.learning_rate == 2e-5 and agrees(f)
     f.inputs["tuning"].value = "lora"
-    assert rate.placeholder == "empty: 0.0002" and f.call == "launch(RunConfig(model='facebook/opt-125m', tuning='lora'))"
+    assert (
+        rate.placeholder == "empty: 0.0002" and f.call == "launch(RunConfig(model='facebook/opt-125m', tuning='lora'))"
+    )
     f._picker.value = "opt-1.3b-arxiv"
     assert rate.value == "5e-06"
     rate.value = ""
@@ -230,7 +279,11 @@ def test_run_starts_a_run_and_waits_for_its_end(run_root):
     assert f.run is None
     f._run_button.click()
     assert f.run.config.seed == 1 and f.run.config.max_steps == 3
-    assert f._run_button.disabled and f"running: {f.run.name}" in shown(f._message) and "starts from the base model" in shown(f._message)
+    assert (
+        f._run_button.disabled
+        and f"running: {f.run.name}" in shown(f._message)
+        and "starts from the base model" in shown(f._message)
+    )
     first = f.run
     f._on_run(None)  # a click that was under way
     assert f.run is first
@@ -243,7 +296,10 @@ def test_what_launch_refuses_is_said_in_the_form(tmp_path):
     f = form(RunConfig(run_root=str(tmp_path / "runs"), dataset="no<such>.jsonl"))
     f._build()
     f._run_button.click()
-    assert "✗ DataError: dataset 'no<such>.jsonl': there is no such file" in shown(f._message).replace("\n", "") and "multigpu-bad" in f._message.value
+    assert (
+        "✗ DataError: dataset 'no<such>.jsonl': there is no such file" in shown(f._message).replace("\n", "")
+        and "multigpu-bad" in f._message.value
+    )
     assert f.run is None and not f._run_button.disabled and not (tmp_path / "runs").exists()
 
 
@@ -296,7 +352,9 @@ def test_several_forms_estimate_one_after_the_other(monkeypatch):
     forms = [form(RunConfig(batch_size=size)) for size in (1, 2, 3)]
     for f in forms:
         f._build()
-    until(lambda: all(f"memory: {size} GB." in shown(f._memory) for size, f in enumerate(forms, 1)), 10, "all estimates")
+    until(
+        lambda: all(f"memory: {size} GB." in shown(f._memory) for size, f in enumerate(forms, 1)), 10, "all estimates"
+    )
     assert at_once == [1, 1, 1]
 
 

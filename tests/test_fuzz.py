@@ -1,4 +1,5 @@
 """Generated inputs are accepted rightly or refused with one typed error. The harness is fuzz.py, which has a full size."""
+
 import subprocess
 import sys
 import time
@@ -13,7 +14,9 @@ from multigpu_ft import ConfigError
 @pytest.mark.parametrize("name", list(fuzz.SURFACES))
 def test_each_input_is_accepted_rightly_or_refused_with_one_typed_error(name):
     found = fuzz.fuzz([name], inputs=92, first_seed=0)[name]
-    failures = [f"--only {name} --first-seed {seed} --inputs 1\n{what[-2000:]}" for seed, what in found["failures"].items()]
+    failures = [
+        f"--only {name} --first-seed {seed} --inputs 1\n{what[-2000:]}" for seed, what in found["failures"].items()
+    ]
     assert not failures, "\n".join(failures[:3])
     assert found["accepted"] and found["refused"], "inputs of both kinds"
 
@@ -26,14 +29,20 @@ def unbounded(rng, folder):
 def raising(error):
     def surface(rng, folder):
         raise error
+
     return surface
 
 
-@pytest.mark.parametrize("planted,told", [
-    (lambda rng, folder: {}["planted"], "KeyError: 'planted'"), (unbounded, "it took more than 0.2 s"),
-    (raising(ValueError("of no type of ours")), "ValueError: of no"),
-    (raising(ConfigError("")), "the message is empty"), (raising(ConfigError("a Traceback of something")), "shows a traceback"),
-])
+@pytest.mark.parametrize(
+    "planted,told",
+    [
+        (lambda rng, folder: {}["planted"], "KeyError: 'planted'"),
+        (unbounded, "it took more than 0.2 s"),
+        (raising(ValueError("of no type of ours")), "ValueError: of no"),
+        (raising(ConfigError("")), "the message is empty"),
+        (raising(ConfigError("a Traceback of something")), "shows a traceback"),
+    ],
+)
 def test_a_planted_bug_is_noticed_with_the_seed_that_repeats_it(monkeypatch, planted, told):
     sometimes = {"planted": lambda rng, folder: planted(rng, folder) if rng.random() < 0.5 else None}
     monkeypatch.setattr(fuzz, "SURFACES", sometimes)

@@ -1,7 +1,8 @@
 """Answers: the same ones whatever the batch, the ranks and the crashes; kept, judged and written.
 
-    python tests/test_generation.py 20     # kills a generation that often, and says what came of it
+python tests/test_generation.py 20     # kills a generation that often, and says what came of it
 """
+
 import json
 import os
 import random
@@ -34,12 +35,21 @@ def make_models(folder):
     names = ["<s>", "<pad>", "</s>", "<unk>", "user:", "assistant:", "system:", *(f"w{i}" for i in range(WORDS))]
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    common = {"vocab_size": len(names), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 96}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+    common = {
+        "vocab_size": len(names),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 96,
+    }
     common |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
     qwen3 = {**common, "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 16}
     kinds = {
-        "opt": ("opt", {**common, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}), "qwen3": ("qwen3", qwen3),
+        "opt": ("opt", {**common, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
+        "qwen3": ("qwen3", qwen3),
         "sliding": ("qwen3", {**qwen3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     }
     for name, (kind, settings) in kinds.items():
@@ -50,7 +60,10 @@ def make_models(folder):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     rng = random.Random(0)
-    rows = [{"question": " ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randint(1, 30))), "answer": i % 3} for i in range(40)]
+    rows = [
+        {"question": " ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randint(1, 30))), "answer": i % 3}
+        for i in range(40)
+    ]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -71,16 +84,23 @@ def test_ranks_and_batch_size_change_nothing(models, tmp_path, name):
     made = {}
     for nproc, batch_size in ((1, 60), (2, 1), (2, 7)):
         output = tmp_path / f"{nproc}-{batch_size}.jsonl"
-        made[nproc, batch_size] = generate(**asked(models, name), nproc=nproc, batch_size=batch_size, output=output).path.read_bytes()
+        made[nproc, batch_size] = generate(
+            **asked(models, name), nproc=nproc, batch_size=batch_size, output=output
+        ).path.read_bytes()
     assert len(set(made.values())) == 1
     records = [json.loads(line) for line in made[1, 60].splitlines()]
-    assert [(r["question_id"], r["sample_id"]) for r in records] == [(q, s) for q in range(12) for s in range(5)] and len({r["seed"] for r in records}) == 60
-    assert {r["finish_reason"] for r in records} == {"stop", "length"} and len({r["completion_tokens"] for r in records}) > 10
+    assert [(r["question_id"], r["sample_id"]) for r in records] == [
+        (q, s) for q in range(12) for s in range(5)
+    ] and len({r["seed"] for r in records}) == 60
+    assert {r["finish_reason"] for r in records} == {"stop", "length"} and len(
+        {r["completion_tokens"] for r in records}
+    ) > 10
     assert all(r["messages"][-1]["role"] == "assistant" for r in records)
 
 
 def test_logits_have_the_same_bits_on_every_rank(models):
     "Rank 0's weights are views into a file and may begin anywhere in memory, the others' are not; what rank 0 has read of generation settings is for all."
+
     def logits(folder):
         import torch
         import torch.distributed as dist
@@ -93,13 +113,20 @@ def test_logits_have_the_same_bits_on_every_rank(models):
         world = join_world(cfg)
         model = load_holder(cfg, None, world, load_tokenizer(cfg), None, "none").model.eval()
         with torch.no_grad():
-            mine = [model(input_ids=torch.arange(5, 5 + length)[None], logits_to_keep=1).logits.tolist() for length in range(1, 40)]
+            mine = [
+                model(input_ids=torch.arange(5, 5 + length)[None], logits_to_keep=1).logits.tolist()
+                for length in range(1, 40)
+            ]
         found = [None] * world.size
-        dist.all_gather_object(found, (mine, repr(model.generation_config), {p.data_ptr() % 64 for p in model.parameters()}))
+        dist.all_gather_object(
+            found, (mine, repr(model.generation_config), {p.data_ptr() % 64 for p in model.parameters()})
+        )
         return found
 
     settings = json.loads((models / "qwen3" / "generation_config.json").read_text())
-    (models / "qwen3" / "generation_config.json").write_text(json.dumps({**settings, "temperature": 0.9, "do_sample": True}))
+    (models / "qwen3" / "generation_config.json").write_text(
+        json.dumps({**settings, "temperature": 0.9, "do_sample": True})
+    )
     one, other = launch(logits, str(models / "qwen3"), nproc=2)
     assert one == other and one[2] == {0} and '"temperature": 0.9' in one[1]
 
@@ -111,28 +138,48 @@ def test_greedy_is_what_transformers_generates(models, tmp_path):
     from multigpu_ft.models import PLAIN_CHAT
 
     for name in ("opt", "qwen3", "sliding"):
-        answers = generate(**asked(models, name, num_sequences_per_question=1, temperature=0), output=tmp_path / f"{name}.jsonl", nproc=1)
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(models / name).eval(), AutoTokenizer.from_pretrained(models / name)
+        answers = generate(
+            **asked(models, name, num_sequences_per_question=1, temperature=0),
+            output=tmp_path / f"{name}.jsonl",
+            nproc=1,
+        )
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(models / name).eval(),
+            AutoTokenizer.from_pretrained(models / name),
+        )
         for record in answers:
-            text = tokenizer.apply_chat_template(record["messages"][:1], chat_template=PLAIN_CHAT, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                record["messages"][:1], chat_template=PLAIN_CHAT, tokenize=False, add_generation_prompt=True
+            )
             ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
             made = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=1)[0, ids.shape[1] :].tolist()
             assert record["messages"][-1]["content"] == tokenizer.decode(made, skip_special_tokens=True).strip()
-            assert record["completion_tokens"] == len(made) and record["finish_reason"] == ("stop" if made[-1] == 2 else "length")
+            assert record["completion_tokens"] == len(made) and record["finish_reason"] == (
+                "stop" if made[-1] == 2 else "length"
+            )
         said = " ".join(answers.run.status["remarks"])
         assert "no chat template" in said and ("decoded by itself" in said) == (name == "sliding")
 
 
 def start(models, output, **settings):
-    words = [word for key, value in asked(models, **settings).items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    words = [
+        word for key, value in asked(models, **settings).items() for word in (f"--{key.replace('_', '-')}", str(value))
+    ]
     return subprocess.Popen(
-        [BIN / "multigpu-ft", "generate", *words, "--output", output, "--batch-size", "16", "--nproc", "2"], start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [BIN / "multigpu-ft", "generate", *words, "--output", output, "--batch-size", "16", "--nproc", "2"],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
 def lines(output):
-    return [line for shard in sorted(output.with_name(output.name + ".run").glob("samples/*.jsonl")) for line in shard.read_bytes().splitlines()]
+    return [
+        line
+        for shard in sorted(output.with_name(output.name + ".run").glob("samples/*.jsonl"))
+        for line in shard.read_bytes().splitlines()
+    ]
 
 
 def kill_often(models, folder, kills, sequences):
@@ -141,7 +188,10 @@ def kill_often(models, folder, kills, sequences):
     start(models, whole, num_questions=40, num_sequences_per_question=sequences).communicate()
     output, rng, lost, early = folder / "killed.jsonl", random.Random(kills), [], 0
     for _ in range(kills):
-        before, running = len(lines(output)), start(models, output, num_questions=40, num_sequences_per_question=sequences)
+        before, running = (
+            len(lines(output)),
+            start(models, output, num_questions=40, num_sequences_per_question=sequences),
+        )
         try:
             until(lambda b=before, r=running: len(lines(output)) > b or r.poll() is not None, 120, "an answer")
             time.sleep(rng.uniform(0, 1.0))
@@ -157,7 +207,12 @@ def kill_often(models, folder, kills, sequences):
         lost.append(len(lines(output)) - before)
     said = start(models, output, num_questions=40, num_sequences_per_question=sequences).communicate()[0]
     return {
-        "kills": kills, "after_its_end": early, "sequences": 40 * sequences, "made_before_each_kill": lost, "said": said, "lines_in_shards": len(lines(output)),
+        "kills": kills,
+        "after_its_end": early,
+        "sequences": 40 * sequences,
+        "made_before_each_kill": lost,
+        "said": said,
+        "lines_in_shards": len(lines(output)),
         "same": output.exists() and output.read_bytes() == whole.read_bytes(),
     }
 
@@ -166,7 +221,9 @@ def kill_often(models, folder, kills, sequences):
 def test_kills_lose_and_repeat_nothing(models, tmp_path):
     outcome = kill_often(models, tmp_path, kills=3, sequences=100)
     assert outcome["same"], outcome
-    assert outcome["lines_in_shards"] == outcome["sequences"] and not outcome["after_its_end"], outcome  # none was written twice
+    assert outcome["lines_in_shards"] == outcome["sequences"] and not outcome["after_its_end"], (
+        outcome
+    )  # none was written twice
 
 
 def test_stopped_and_gone_on_with(models, tmp_path):
@@ -178,7 +235,9 @@ def test_stopped_and_gone_on_with(models, tmp_path):
     assert running.returncode == 75 and "the same call again makes the rest" in said and not output.exists()
     assert RunDir(tmp_path / "a.jsonl.run").status()["state"] == "stopped" and not processes(tmp_path)
     before = len(lines(output))
-    answers = generate(**asked(models, num_questions=40, num_sequences_per_question=100), output=output, nproc=1, batch_size=64)
+    answers = generate(
+        **asked(models, num_questions=40, num_sequences_per_question=100), output=output, nproc=1, batch_size=64
+    )
     assert answers.state == "done" and len(answers) == 4000 and answers.about["made"] == 4000 - before
 
 
@@ -197,12 +256,21 @@ def test_what_cannot_be_asked_is_counted(models, tmp_path):
 
     answers = generate(**settings, reward=picky, reward_above=0.3, output=tmp_path / "a.jsonl")
     said = "\n".join(answers.run.status["remarks"])
-    assert "1 of 5 questions left out: they are empty (row 1)" in said and "they fill the 96 positions of the model (row 2)" in said
+    assert (
+        "1 of 5 questions left out: they are empty (row 1)" in said
+        and "they fill the 96 positions of the model (row 2)" in said
+    )
     assert "5 sequences have fewer than max_new_tokens=40 positions left" in said
     assert "failed on 5 of 15 answers" in said and "KeyError: 'solution' (test_generation.py, line" in said
-    assert {r["question_id"] for r in answers} == {0, 4} and [r["reward"] for r in answers] == [0.5, 0.75, 1.0] * 2 and answers.about["accepted"] == 6
+    assert (
+        {r["question_id"] for r in answers} == {0, 4}
+        and [r["reward"] for r in answers] == [0.5, 0.75, 1.0] * 2
+        and answers.about["accepted"] == 6
+    )
     again = generate(**settings, reward=lambda record, row: True, output=tmp_path / "a.jsonl")
-    assert len(again) == 15 and again.about["made"] == 0 and "failed" not in "\n".join(again.run.status.get("remarks", []))
+    assert (
+        len(again) == 15 and again.about["made"] == 0 and "failed" not in "\n".join(again.run.status.get("remarks", []))
+    )
     longest = [r for r in again if r["question_id"] == "long"]
     assert max(r["completion_tokens"] for r in longest) < 20
 
@@ -218,7 +286,11 @@ def test_what_cannot_be_asked_is_counted(models, tmp_path):
 
 
 def test_stop_strings_and_validation(models, tmp_path):
-    answers = generate(**asked(models, stop=["w7", "w8 w9"], val_output=tmp_path / "val.jsonl", val_fraction=0.25), output=tmp_path / "a.jsonl", nproc=1)
+    answers = generate(
+        **asked(models, stop=["w7", "w8 w9"], val_output=tmp_path / "val.jsonl", val_fraction=0.25),
+        output=tmp_path / "a.jsonl",
+        nproc=1,
+    )
     validation = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()]
     assert len({r["question_id"] for r in validation}) == 3 and len(answers) + len(validation) == 60
     assert not {r["question_id"] for r in validation} & {r["question_id"] for r in answers}
@@ -232,9 +304,12 @@ def test_stop_strings_and_validation(models, tmp_path):
 @pytest.fixture
 def install_vllm(tmp_path, monkeypatch):
     "As far as pip's records say."
+
     def install(version):
         (tmp_path / f"vllm-{version}.dist-info").mkdir(parents=True)
-        (tmp_path / f"vllm-{version}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        (tmp_path / f"vllm-{version}.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+        )
         monkeypatch.syspath_prepend(tmp_path)
 
     return install
@@ -253,7 +328,14 @@ def test_a_vllm_that_runs_a_models_code_is_refused(install_vllm, tmp_path):
 def test_vllm_has_room_for_an_adapter_and_tells_nobody(install_vllm, monkeypatch, rank, room):
     from multigpu_ft.vllm_engine import start_vllm
 
-    adapter = SimpleNamespace(has_adapter=True, is_checkpoint=False, quantization="none", name="a", path="there", config=SimpleNamespace(lora_r=rank))
+    adapter = SimpleNamespace(
+        has_adapter=True,
+        is_checkpoint=False,
+        quantization="none",
+        name="a",
+        path="there",
+        config=SimpleNamespace(lora_r=rank),
+    )
     cfg, asked = RunConfig(model="org/model"), {}
     install_vllm("0.33.0")
     if room is None:
@@ -266,14 +348,26 @@ def test_vllm_has_room_for_an_adapter_and_tells_nobody(install_vllm, monkeypatch
     monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=lambda *about: about))
     monkeypatch.setattr("os.environ", {})
     start_vllm(cfg, adapter, 0, 4, 128, SimpleNamespace(sampling=None), ())
-    assert asked["max_lora_rank"] == room and "trust_remote_code" not in asked and os.environ["VLLM_NO_USAGE_STATS"] == "1"
+    assert (
+        asked["max_lora_rank"] == room and "trust_remote_code" not in asked and os.environ["VLLM_NO_USAGE_STATS"] == "1"
+    )
 
 
 @pytest.mark.slow
 def test_an_adapter_is_asked(models, tmp_path):
     generate(**asked(models, "qwen3"), output=tmp_path / "traj.jsonl", nproc=1)
-    common = {"task": "chat", "dataset": str(tmp_path / "traj.jsonl"), "max_length": 64, "run_root": str(tmp_path / "runs"), "nproc": 1}
-    run = launch(RunConfig(model=str(models / "qwen3"), tuning="lora", learning_rate=0.03, num_epochs=3, run_name="lora", **common))
+    common = {
+        "task": "chat",
+        "dataset": str(tmp_path / "traj.jsonl"),
+        "max_length": 64,
+        "run_root": str(tmp_path / "runs"),
+        "nproc": 1,
+    }
+    run = launch(
+        RunConfig(
+            model=str(models / "qwen3"), tuning="lora", learning_rate=0.03, num_epochs=3, run_name="lora", **common
+        )
+    )
     ask = {k: v for k, v in asked(models).items() if k != "model"} | {"temperature": 0, "num_sequences_per_question": 1}
     of_run = generate("lora", **ask, output=tmp_path / "of the run.jsonl", run_root=str(tmp_path / "runs"))
     of_checkpoint = generate(checkpoint=run.dir.checkpoints()[-1], **ask, output=tmp_path / "checkpoint.jsonl", nproc=1)
@@ -287,8 +381,21 @@ def test_the_recipe_under_papermill(models, tmp_path):
     words = [word for key, value in parameters.items() for word in ("-p", key, str(value))]
     done = papermill(NBS / "generate.ipynb", tmp_path / "out.ipynb", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "15 of 15 to 3 questions" in outputs(tmp_path / "out.ipynb") and len((tmp_path / "traj.jsonl").read_text().splitlines()) == 15
-    wrong = papermill(NBS / "generate.ipynb", tmp_path / "wrong.ipynb", "-p", "dataset", "none.jsonl", "-p", "model", "x", cwd=tmp_path)
+    assert (
+        "15 of 15 to 3 questions" in outputs(tmp_path / "out.ipynb")
+        and len((tmp_path / "traj.jsonl").read_text().splitlines()) == 15
+    )
+    wrong = papermill(
+        NBS / "generate.ipynb",
+        tmp_path / "wrong.ipynb",
+        "-p",
+        "dataset",
+        "none.jsonl",
+        "-p",
+        "model",
+        "x",
+        cwd=tmp_path,
+    )
     assert wrong.returncode and "there is no such file" in wrong.stderr
 
 
@@ -296,13 +403,15 @@ def test_the_recipe_under_papermill(models, tmp_path):
 def test_watched_and_stopped_in_jupyterlab(models, lab, shots):
     here = lab(env={"OMP_NUM_THREADS": "1"})
     ask = {**asked(models), "num_questions": 40, "num_sequences_per_question": 400}
-    page = here.open(make_notebook(
-        here.folder / "g.ipynb",
-        "from multigpu_ft import generate\n"
-        "def is_short(record, row):\n    return record['completion_tokens'] < 20\n"
-        f"answers = generate(**{ask!r}, batch_size=16, nproc=2, reward=is_short, output='traj.jsonl')",
-        "answers",
-    ))
+    page = here.open(
+        make_notebook(
+            here.folder / "g.ipynb",
+            "from multigpu_ft import generate\n"
+            "def is_short(record, row):\n    return record['completion_tokens'] < 20\n"
+            f"answers = generate(**{ask!r}, batch_size=16, nproc=2, reward=is_short, output='traj.jsonl')",
+            "answers",
+        )
+    )
     page.run_cell(0, wait=0)
     page.wait_for_text(re.compile(r"of 16,000 sequences .* left"), 90, 0)
     page.wait_for_text(re.compile(r"[\d.]+ sequences/s"), 30, 0)

@@ -1,4 +1,5 @@
 """The guides and Kaggle's kernels, each run from top to bottom in a kernel of its own, smaller than it is read."""
+
 import json
 import re
 import shutil
@@ -15,7 +16,13 @@ SMALLER = {  # papermill parameters
     "guide_sst2": {"num_epochs": 1},
     "guide_evaluation": {"slice_size": 120, "held_out_end": 9050},
     "guide_loop": {
-        "dataset": "sums.jsonl", "num_train": 64, "num_epochs": 20, "nproc": 1, "num_questions": 16, "num_sequences_per_question": 40, "max_new_tokens": 32,
+        "dataset": "sums.jsonl",
+        "num_train": 64,
+        "num_epochs": 20,
+        "nproc": 1,
+        "num_questions": 16,
+        "num_sequences_per_question": 40,
+        "max_new_tokens": 32,
         "num_epochs_again": 1,
     },
 }
@@ -43,7 +50,10 @@ def run(notebook, folder, parameters=(), env=None):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("guide", [slow(guide) if guide in SLOW else guide for guide in GUIDES if guide not in ("guide_slices", "guide_loop")])
+@pytest.mark.parametrize(
+    "guide",
+    [slow(guide) if guide in SLOW else guide for guide in GUIDES if guide not in ("guide_slices", "guide_loop")],
+)
 def test_a_guide_runs_from_top_to_bottom(guide, folder):
     run(NBS / f"{guide}.ipynb", folder, SMALLER.get(guide, {}))
 
@@ -62,12 +72,20 @@ def test_slices_over_days_and_through_the_hub(folder, tmp_path):
 @pytest.mark.timeout(900)
 def test_it_learns_to_add_and_then_from_its_own_additions(folder):
     sums = [(i % 6, i // 6 % 6) for i in range(72)]
-    rows = [{"messages": [
-        {"role": "user", "content": f"What is {a} and {b}?"}, {"role": "assistant", "content": f"It is <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}"},
-    ]} for a, b in sums]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {a} and {b}?"},
+                {"role": "assistant", "content": f"It is <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}"},
+            ]
+        }
+        for a, b in sums
+    ]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = run(NBS / "guide_loop.ipynb", folder, SMALLER["guide_loop"])
-    before, after = map(float, re.search(r"good answers to unseen questions: before ([\d.]+)%, after ([\d.]+)%", shown).groups())
+    before, after = map(
+        float, re.search(r"good answers to unseen questions: before ([\d.]+)%, after ([\d.]+)%", shown).groups()
+    )
     assert min(before, after) > 0, (before, after)
 
 
@@ -76,10 +94,14 @@ def test_a_guide_is_short_and_has_its_pictures(guide):
     cells = read(NBS / f"{guide}.ipynb")
     assert len(cells) < 15 and len(GUIDES) >= 8
     shown = [data for cell in cells for output in cell.get("outputs", []) for data in [output.get("data", {})]]
-    kept = REPO / "bench" / "results" / f"{guide}.ipynb"  # where running it takes too long to be done again for every change
+    kept = (
+        REPO / "bench" / "results" / f"{guide}.ipynb"
+    )  # where running it takes too long to be done again for every change
     if kept.exists():
         shown += [output.get("data", {}) for cell in read(kept) for output in cell.get("outputs", [])]
-    assert guide == "guide_kubernetes" or any("image/png" in data or "<svg" in str(data) or "data:image" in str(data) for data in shown)
+    assert guide == "guide_kubernetes" or any(
+        "image/png" in data or "<svg" in str(data) or "data:image" in str(data) for data in shown
+    )
     assert all(cell.get("outputs") is not None for cell in cells if cell["cell_type"] == "code")
     for link in re.findall(r"\]\(([\w./-]+)\)", "".join("".join(cell["source"]) for cell in cells)):
         assert (NBS / link).exists(), link
@@ -90,7 +112,9 @@ def test_a_guide_is_short_and_has_its_pictures(guide):
 def test_kaggles_kernels_train_and_evaluate(folder):
     shown = run(KAGGLE / "train" / "train.ipynb", folder, {"preset": "tiny", "end_idx": 120})
     assert "-p start_idx 120" in shown
-    shown = run(KAGGLE / "evaluate" / "evaluate.ipynb", folder, {"run": "runs/opt-tiny_0-120", "end_idx": 200, "samples": 1})
+    shown = run(
+        KAGGLE / "evaluate" / "evaluate.ipynb", folder, {"run": "runs/opt-tiny_0-120", "end_idx": 200, "samples": 1}
+    )
     assert "nats a token" in shown and (folder / "report" / "evaluation.html").exists()
 
 

@@ -1,4 +1,5 @@
 """To the Hub and back, through the real client library, with a small Hub on loopback (hub.py): what is sent, what is refused, and what faults may cost."""
+
 import io
 import itertools
 import json
@@ -83,20 +84,30 @@ def refused(client, do, reason, **arguments):
 
 # -- sending --------------------------------------------------------------------------------------------------------
 
+
 def test_there_and_back(hub, client, run, tmp_path):
     repo, newest = run.config().hf_repo, run.checkpoints()[-1]
     assert client("push", run=str(run.path)) == []
     assert hub.repos[repo]["private"] and all(local.is_there(hub, run, name) for name in (newest.name, "export"))
     card = hub.read(repo, "README.md").decode()
-    assert card == model_card(run) and str(tmp_path) not in card and card.startswith("---\n") and "| 0-48 | 0 | 1 |" in card
+    assert (
+        card == model_card(run)
+        and str(tmp_path) not in card
+        and card.startswith("---\n")
+        and "| 0-48 | 0 | 1 |" in card
+    )
     record = read_record(run)
     assert record["url"] == f"{hub.url}/{repo}" and record["pending"] == [] and record["error"] is None
     assert {r["sha"] for r in hub.repos[repo]["revisions"]} >= {what["commit"] for what in record["uploaded"].values()}
 
     before = hub.received, hub.repos[repo]["revisions"][:]
-    assert client("push", run=str(run.path)) == [] and (hub.received, hub.repos[repo]["revisions"]) == before, "nothing is sent twice"
+    assert client("push", run=str(run.path)) == [] and (hub.received, hub.repos[repo]["revisions"]) == before, (
+        "nothing is sent twice"
+    )
     (run.path / "hub.json").unlink()
-    assert client("push", run=str(run.path)) == [] and (hub.received, hub.repos[repo]["revisions"]) == before, "also if hub.json is lost"
+    assert client("push", run=str(run.path)) == [] and (hub.received, hub.repos[repo]["revisions"]) == before, (
+        "also if hub.json is lost"
+    )
 
     root = tmp_path / "cold"
     pulled = client("pull", cfg=resume(run), root=str(root))
@@ -105,7 +116,9 @@ def test_there_and_back(hub, client, run, tmp_path):
     assert path == root / f"hub--jane--{repo.split('/')[1]}" / "checkpoints" / newest.name
     assert {p.name: p.read_bytes() for p in path.iterdir()} == {p.name: p.read_bytes() for p in newest.iterdir()}
     sent = hub.sent
-    assert client("pull", cfg=resume(run), root=str(root)) == pulled and hub.sent == sent, "what is here is not fetched again"
+    assert client("pull", cfg=resume(run), root=str(root)) == pulled and hub.sent == sent, (
+        "what is here is not fetched again"
+    )
     (path / "rank0.safetensors").write_bytes(b"damaged")
     assert client("pull", cfg=resume(run), root=str(root)) == pulled and hub.sent > sent
     verify_checkpoint(path)
@@ -121,11 +134,15 @@ def test_an_interrupted_upload_goes_on_with_the_file_where_it_was(hub, client, r
     pid, out = client.start("push", run=str(run.path))
     until(hub.object(first["sha256"]).exists, 30, "the first file")
     os.kill(pid, signal.SIGKILL)
-    assert client.result(pid, out) is None and hub.checkpoints(run.config().hf_repo) == [], "without its commit it is not there"
+    assert client.result(pid, out) is None and hub.checkpoints(run.config().hf_repo) == [], (
+        "without its commit it is not there"
+    )
     hub.faults.end()
     before = hub.received
     assert client("push", run=str(run.path)) == []
-    rest = sum(p.stat().st_size for p in [*run.checkpoints()[0].glob("rank1.*"), *(run.path / "export").glob("*.safetensors")])
+    rest = sum(
+        p.stat().st_size for p in [*run.checkpoints()[0].glob("rank1.*"), *(run.path / "export").glob("*.safetensors")]
+    )
     assert hub.received - before <= rest, "the first file was sent twice"
 
 
@@ -133,7 +150,13 @@ def test_an_interrupted_download_goes_on_at_the_byte_where_it_was(hub, client, r
     client("push", run=str(run.path))
     hub.faults.bytes_per_second = 1e6
     pid, out = client.start("pull", cfg=resume(run), root=str(tmp_path / "cold"))
-    part = until(lambda: next((p for p in tmp_path.glob("cold/*/checkpoints/*/rank0*.partial") if p.stat().st_size > 300_000), None), 30, "a part")
+    part = until(
+        lambda: next(
+            (p for p in tmp_path.glob("cold/*/checkpoints/*/rank0*.partial") if p.stat().st_size > 300_000), None
+        ),
+        30,
+        "a part",
+    )
     os.kill(pid, signal.SIGKILL)
     client.result(pid, out)
     hub.faults.end()
@@ -148,14 +171,20 @@ def test_the_repository_keeps_the_newest_the_best_and_what_is_not_ours(hub, clie
     rng, run = random.Random(1), local.make_run(tmp_path / "runs", "jane/kept", keep=2)
     hub.create("jane/kept")
     own_card = b"# My own card\n"
-    foreign = {"checkpoints/mine/commit.json": b"{}", "checkpoints/mine/notes.txt": b"x", "checkpoints/odd/commit.json": b"{}"}
+    foreign = {
+        "checkpoints/mine/commit.json": b"{}",
+        "checkpoints/mine/notes.txt": b"x",
+        "checkpoints/odd/commit.json": b"{}",
+    }
     hub.put("jane/kept", **foreign, **{"README.md": own_card})
     names = []
     for step in range(1, 6):
         names.append(local.add_checkpoint(run, step, rng, sizes=(1000,)).name)
         if step != 4:
             assert client("push", run=str(run.path)) == []
-    assert hub.checkpoints("jane/kept") == sorted(["mine", "odd", names[2], names[4]]), "the newest two of those that were sent"
+    assert hub.checkpoints("jane/kept") == sorted(["mine", "odd", names[2], names[4]]), (
+        "the newest two of those that were sent"
+    )
     assert hub.read("jane/kept", "README.md") == own_card, "somebody's own card stays"
     assert "checkpoints/mine/notes.txt" in hub.tree("jane/kept")
 
@@ -186,16 +215,27 @@ def test_a_second_export_replaces_the_first(hub, client, run):
     (run.path / "export" / "adapter_config.json").write_text(json.dumps(settings))
     assert client("push", run=str(run.path)) == []
     tree = hub.tree(run.config().hf_repo)
-    assert "adapter_model.safetensors" in tree and "model.safetensors" not in tree, "what belongs to neither would be loaded"
-    assert json.loads(hub.read(run.config().hf_repo, "adapter_config.json")) == {**settings, "base_model_name_or_path": "opt"}
+    assert "adapter_model.safetensors" in tree and "model.safetensors" not in tree, (
+        "what belongs to neither would be loaded"
+    )
+    assert json.loads(hub.read(run.config().hf_repo, "adapter_config.json")) == {
+        **settings,
+        "base_model_name_or_path": "opt",
+    }
 
 
 # -- who may --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("token, repo, reason", [
-    (None, "jane/model", "there is no Hub token: put it in the environment variable HF_TOKEN"), (local.READ, "jane/model", "may only read"),
-    (local.WRONG, "jane/model", "the Hub does not accept the token"), (local.WRITE, "bob/model", "bob is somebody else"),
-])
+
+@pytest.mark.parametrize(
+    "token, repo, reason",
+    [
+        (None, "jane/model", "there is no Hub token: put it in the environment variable HF_TOKEN"),
+        (local.READ, "jane/model", "may only read"),
+        (local.WRONG, "jane/model", "the Hub does not accept the token"),
+        (local.WRITE, "bob/model", "bob is somebody else"),
+    ],
+)
 def test_a_token_that_will_not_do_is_told_before_training(client, token, repo, reason):
     told = refused(client, "check", reason, token=token, cfg=RunConfig(hf_repo=repo).model_dump())
     assert (token or "none") not in told
@@ -205,7 +245,7 @@ def test_no_network_is_a_remark_for_uploads_and_an_error_for_resuming(hub, clien
     assert client("check", cfg=run.config().model_dump()) == []
     hub.faults.outage_until = time.monotonic() + 1e6
     begun = time.monotonic()
-    remark, = client("check", cfg=run.config().model_dump())
+    (remark,) = client("check", cfg=run.config().model_dump())
     assert "cannot be asked about" in remark and "Training goes on" in remark
     refused(client, "find", "the Hub cannot be read", cfg=resume(run))
     assert client("push", run=str(run.path)) == [run.checkpoints()[0].name, "export"] == not_uploaded(run)
@@ -216,10 +256,19 @@ def test_no_network_is_a_remark_for_uploads_and_an_error_for_resuming(hub, clien
 def test_a_repository_that_cannot_be_resumed_from_is_told(hub, client, run):
     client("push", run=str(run.path))
     repo = run.config().hf_repo
-    refused(client, "find", "there is no model repository jane/nothing", cfg=resume(run, resume_file="hub:jane/nothing"))
+    refused(
+        client, "find", "there is no model repository jane/nothing", cfg=resume(run, resume_file="hub:jane/nothing")
+    )
     refused(client, "find", "For a private one put a token", token=None, cfg=resume(run))
-    assert client("find", token=local.READ, cfg=resume(run))["name"] == run.checkpoints()[0].name, "reading needs no right to write"
-    refused(client, "find", f"those there are: {run.checkpoints()[0].name}", cfg=resume(run, resume_file=f"hub:{repo}@other"))
+    assert client("find", token=local.READ, cfg=resume(run))["name"] == run.checkpoints()[0].name, (
+        "reading needs no right to write"
+    )
+    refused(
+        client,
+        "find",
+        f"those there are: {run.checkpoints()[0].name}",
+        cfg=resume(run, resume_file=f"hub:{repo}@other"),
+    )
     refused(client, "find", "belongs to another run (model:", cfg=resume(run, model="facebook/opt-125m"))
     hub.create("jane/plain")
     hub.put("jane/plain", **{"config.json": b"{}", "model.safetensors": b"x"})
@@ -228,30 +277,60 @@ def test_a_repository_that_cannot_be_resumed_from_is_told(hub, client, run):
 
 # -- nothing is believed --------------------------------------------------------------------------------------------
 
+
 def forge(run, hub, name, **changes):
     "Put a checkpoint into the repository whose commit.json was written by somebody else."
     record = json.loads((run.checkpoints()[0] / "commit.json").read_text())["commit"]
     record = {**record, "time": time.time() + 1000, **changes}
     content = json.dumps({"commit": record, "sha256": commit_digest(record)}).encode()
     files = {p.name: p.read_bytes() for p in run.checkpoints()[0].iterdir()}
-    hub.put(run.config().hf_repo, **{f"checkpoints/{name}/{file}": body for file, body in {**files, "commit.json": content}.items()})
+    hub.put(
+        run.config().hf_repo,
+        **{f"checkpoints/{name}/{file}": body for file, body in {**files, "commit.json": content}.items()},
+    )
 
 
-@pytest.mark.parametrize("name", ["../../../evil", "/etc/passwd", "rank0.pkl", "model.pt", "rank0.safetensors/../x", "optimizer.safetensors", "commit.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../../evil",
+        "/etc/passwd",
+        "rank0.pkl",
+        "model.pt",
+        "rank0.safetensors/../x",
+        "optimizer.safetensors",
+        "commit.json",
+    ],
+)
 def test_names_that_no_checkpoint_of_ours_has_are_refused(hub, client, run, name, tmp_path):
     client("push", run=str(run.path))
     files = json.loads((run.checkpoints()[0] / "commit.json").read_text())["commit"]["files"]
     forge(run, hub, "forged", files={**files, name: {"bytes": 1, "sha256": "0" * 64}})
     repo = run.config().hf_repo
-    refused(client, "pull", f"lists {name!r}", cfg=resume(run, resume_file=f"hub:{repo}@forged"), root=str(tmp_path / "cold"))
+    refused(
+        client,
+        "pull",
+        f"lists {name!r}",
+        cfg=resume(run, resume_file=f"hub:{repo}@forged"),
+        root=str(tmp_path / "cold"),
+    )
     assert not [p for p in tmp_path.rglob("*") if "evil" in p.name or p.suffix in (".pkl", ".pt")]
     assert client("find", cfg=resume(run))["name"] == run.checkpoints()[0].name, "unnamed, it is passed over"
 
 
-@pytest.mark.parametrize("changes", [
-    {"files": {}}, {"files": []}, {"files": {"progress.json": {"bytes": -1, "sha256": "0" * 64}}}, {"files": {"progress.json": {"bytes": 1, "sha256": "x"}}},
-    {"time": "now"}, {"fingerprint": []}, {"fingerprint": {"contents": 3}}, {"fingerprint": {"contents": {"model": [-1, "x"]}}},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {}},
+        {"files": []},
+        {"files": {"progress.json": {"bytes": -1, "sha256": "0" * 64}}},
+        {"files": {"progress.json": {"bytes": 1, "sha256": "x"}}},
+        {"time": "now"},
+        {"fingerprint": []},
+        {"fingerprint": {"contents": 3}},
+        {"fingerprint": {"contents": {"model": [-1, "x"]}}},
+    ],
+)
 def test_a_commit_that_makes_no_sense_is_refused(hub, client, run, changes):
     client("push", run=str(run.path))
     forge(run, hub, "forged", **changes)
@@ -261,9 +340,17 @@ def test_a_commit_that_makes_no_sense_is_refused(hub, client, run, changes):
 def test_other_files_beside_a_checkpoint_are_not_fetched(hub, client, run, tmp_path):
     client("push", run=str(run.path))
     folder = f"checkpoints/{run.checkpoints()[0].name}"
-    hub.put(run.config().hf_repo, **{f"{folder}/rank9.safetensors": b"x", f"{folder}/evil.pkl": b"x", f"{folder}/sub/rank0.safetensors": b"x"})
+    hub.put(
+        run.config().hf_repo,
+        **{f"{folder}/rank9.safetensors": b"x", f"{folder}/evil.pkl": b"x", f"{folder}/sub/rank0.safetensors": b"x"},
+    )
     path = Path(client("pull", cfg=resume(run), root=str(tmp_path / "cold"))["path"])
-    assert sorted(p.name for p in path.iterdir()) == ["commit.json", "progress.json", "rank0.safetensors", "rank1.safetensors"]
+    assert sorted(p.name for p in path.iterdir()) == [
+        "commit.json",
+        "progress.json",
+        "rank0.safetensors",
+        "rank1.safetensors",
+    ]
 
 
 def test_a_damaged_file_is_named_and_nothing_is_taken_for_a_checkpoint(hub, client, run, tmp_path):
@@ -281,6 +368,7 @@ def test_a_damaged_file_is_named_and_nothing_is_taken_for_a_checkpoint(hub, clie
 
 # -- faults ---------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_on_the_way(hub, client, seed):
     "The harness at full size: python tests/hub.py --trials 60."
@@ -289,6 +377,7 @@ def test_whatever_happens_on_the_way(hub, client, seed):
 
 # -- runs -----------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.slow
 def test_a_cold_machine_goes_on_bit_for_bit(hub, hub_server, material, run_root, tmp_path):
     "The second half of a run, in a fresh directory, with model and texts in another folder, from what the first half sent to the Hub."
@@ -296,14 +385,19 @@ def test_a_cold_machine_goes_on_bit_for_bit(hub, hub_server, material, run_root,
     expected = faults.outcome(run_root / "a", [hub_server.finish(cfg)])
     first = hub_server.finish(cfg.replace(run_root=str(run_root / "b"), hf_repo="jane/half", max_steps=14))
     status = first.status()
-    assert status["state"] == "done" and status["pushed_to"] == f"{hub.url}/jane/half" and status["not_uploaded"] == [], first.log_file("hub").read_text()
+    assert (
+        status["state"] == "done" and status["pushed_to"] == f"{hub.url}/jane/half" and status["not_uploaded"] == []
+    ), first.log_file("hub").read_text()
     assert local.is_there(hub, first, first.checkpoints()[-1].name) and len(hub.checkpoints("jane/half")) <= cfg.keep
     for path in [p for p in first.path.rglob("*") if p.is_file()] + [p for p in hub.folder.glob("objects/*")]:
         content = path.read_bytes()
         assert local.WRITE.encode() not in content, path
     for path in hub.tree("jane/half"):
         if path.endswith((".json", ".md", ".jinja", ".txt")):
-            assert str(material) not in hub.read("jane/half", path).decode() and str(run_root) not in hub.read("jane/half", path).decode(), path
+            assert (
+                str(material) not in hub.read("jane/half", path).decode()
+                and str(run_root) not in hub.read("jane/half", path).decode()
+            ), path
 
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(material / "model", elsewhere / "model")
@@ -325,7 +419,9 @@ def test_a_cold_machine_goes_on_bit_for_bit(hub, hub_server, material, run_root,
 
     wrong = elsewhere / "wrong"
     wrong.mkdir()
-    (wrong / "texts.jsonl").write_text("".join(reversed((elsewhere / "texts.jsonl").read_text().splitlines(keepends=True))))
+    (wrong / "texts.jsonl").write_text(
+        "".join(reversed((elsewhere / "texts.jsonl").read_text().splitlines(keepends=True)))
+    )
     other = hub_server.finish(cold.replace(dataset=str(wrong / "texts.jsonl")))
     assert "belongs to another run (dataset:" in json.loads(other.error_file(0).read_text())["message"]["message"]
 
@@ -347,9 +443,16 @@ def test_nobody_is_asked_to_convert_a_model_with_bin_files(hub, material):
         "cfg = RunConfig(model='jane/old', tuning='full', max_length=32)\nmodel, was = load_model(cfg, load_tokenizer(cfg)), load_file(sys.argv[1])\n"
         "assert all(torch.equal(p, was[name].float()) for name, p in model.named_parameters() if name in was)"
     )
-    subprocess.run([sys.executable, "-c", code, material / "model" / "model.safetensors"], env=local.environment(hub), check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", code, material / "model" / "model.safetensors"],
+        env=local.environment(hub),
+        check=True,
+        timeout=100,
+    )
     asked = hub.requests[before:]
-    assert any(path.endswith("pytorch_model.bin") for _, path in asked) and not [path for _, path in asked if "/commits" in path or "/discussions" in path]
+    assert any(path.endswith("pytorch_model.bin") for _, path in asked) and not [
+        path for _, path in asked if "/commits" in path or "/discussions" in path
+    ]
 
 
 @pytest.mark.slow
@@ -357,16 +460,31 @@ def test_a_hub_that_refuses_costs_a_run_nothing_and_sync_sends_it_later(hub, hub
     hub.create("jane/base")
     hub.put("jane/base", **{p.name: p.read_bytes() for p in (material / "model").iterdir()})
     hub.faults.forbidden = True
-    run = hub_server.finish(faults.config(material, run_root, hf_repo="jane/refused", model="jane/base", max_steps=4, tuning="lora", quantization="none"))
+    run = hub_server.finish(
+        faults.config(
+            material,
+            run_root,
+            hf_repo="jane/refused",
+            model="jane/base",
+            max_steps=4,
+            tuning="lora",
+            quantization="none",
+        )
+    )
     status, newest = run.status(), run.checkpoints()[-1].name
     assert status["state"] == "done" and status["not_uploaded"] == [newest, "export"] and "pushed_to" not in status
-    assert any("not uploaded to jane/refused" in r and r.endswith(f"multigpu-ft sync {run.path}") and "you may not" in r for r in status["remarks"]), status
+    assert any(
+        "not uploaded to jane/refused" in r and r.endswith(f"multigpu-ft sync {run.path}") and "you may not" in r
+        for r in status["remarks"]
+    ), status
     command = [BIN / "multigpu-ft", "sync", str(run.path), "--json"]
     failed = subprocess.run(command, env=local.environment(hub), capture_output=True, text=True, timeout=100)
     assert failed.returncode == 1 and json.loads(failed.stdout)["hub"]["not_uploaded"] == [newest, "export"]
     hub.faults.end()
     done = subprocess.run(command, env=local.environment(hub), capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and json.loads(done.stdout)["hub"]["pushed_to"] == f"{hub.url}/jane/refused", done.stderr
+    assert done.returncode == 0 and json.loads(done.stdout)["hub"]["pushed_to"] == f"{hub.url}/jane/refused", (
+        done.stderr
+    )
     assert local.is_there(hub, run, newest) and run.status()["pushed_to"] and run.status()["not_uploaded"] == []
     card = hub.read("jane/refused", "README.md").decode()
     assert "library_name: peft" in card and "base_model: jane/base" in card
@@ -402,12 +520,18 @@ def test_who_presses_stop_is_not_kept_waiting(hub, run, monkeypatch):
         monkeypatch.setenv(name, value)
     uploader, begun = Uploader(run), time.monotonic()
     about, remarks = uploader.finish(lambda: True)
-    assert about == {"not_uploaded": [run.checkpoints()[0].name, "export"]} and "multigpu-ft sync" in remarks[0] and time.monotonic() - begun < 30
+    assert (
+        about == {"not_uploaded": [run.checkpoints()[0].name, "export"]}
+        and "multigpu-ft sync" in remarks[0]
+        and time.monotonic() - begun < 30
+    )
     assert not processes(run.path)
 
 
 def test_launch_asks_before_it_starts_anything(hub, client, material, run_root, tmp_path):
-    run = local.make_run(tmp_path / "sent", "jane/launched", model=str(material / "model"), dataset=str(material / "texts.jsonl"))
+    run = local.make_run(
+        tmp_path / "sent", "jane/launched", model=str(material / "model"), dataset=str(material / "texts.jsonl")
+    )
     local.add_checkpoint(run, 1, random.Random(0))
     client("push", run=str(run.path))
     code = (
@@ -418,22 +542,41 @@ def test_launch_asks_before_it_starts_anything(hub, client, material, run_root, 
         "assert 'torch' not in sys.modules"
     )
     common = {"run_root": str(run_root), "model": str(material / "model"), "dataset": str(material / "texts.jsonl")}
-    resuming = [{"resume_file": "hub:jane/nothing"}, {"resume_file": "hub:x"}, {"resume_file": "hub:jane/launched", "text_field": "label"}]
+    resuming = [
+        {"resume_file": "hub:jane/nothing"},
+        {"resume_file": "hub:x"},
+        {"resume_file": "hub:jane/launched", "text_field": "label"},
+    ]
     asked = [{"hf_repo": "bob/model"}, *resuming]
     command = [sys.executable, "-c", code, json.dumps([{**common, **settings} for settings in asked])]
     told = subprocess.run(command, env=local.environment(hub), capture_output=True, text=True, timeout=100)
     lines = told.stdout.splitlines()
     assert len(lines) == 4 and not told.returncode, told
-    reasons = ("bob is somebody else", "there is no model repository jane/nothing", "not of the form hub:user/repo", "belongs to another run (fields:")
+    reasons = (
+        "bob is somebody else",
+        "there is no model repository jane/nothing",
+        "not of the form hub:user/repo",
+        "belongs to another run (fields:",
+    )
     assert all(reason in line for reason, line in zip(reasons, lines, strict=True)), lines
     assert not run_root.exists() or not list(run_root.iterdir()), "nothing was started"
 
 
 def test_what_is_said_in_the_cell(hub, hub_server, material, run_root):
     hub_server.finish(faults.config(material, run_root / "a", hf_repo="jane/told", max_steps=4))
-    cfg = faults.config(material, run_root / "b", max_steps=1, start_idx=24, end_idx=48, resume_file="hub:jane/told", hf_repo="jane/told")
+    cfg = faults.config(
+        material,
+        run_root / "b",
+        max_steps=1,
+        start_idx=24,
+        end_idx=48,
+        resume_file="hub:jane/told",
+        hf_repo="jane/told",
+    )
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in cfg.model_dump(exclude_defaults=True).items()]
-    done = subprocess.run([BIN / "multigpu-ft", "train", *flags], env=local.environment(hub), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [BIN / "multigpu-ft", "train", *flags], env=local.environment(hub), capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert "continues from checkpoint model_0-48-step-4 of jane/told on the Hub, revision" in done.stderr
     assert "rows 24-48 were trained before" in done.stderr and f"uploaded  {hub.url}/jane/told" in done.stdout
@@ -441,23 +584,53 @@ def test_what_is_said_in_the_cell(hub, hub_server, material, run_root):
 
 # -- cards ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("settings, says, says_not", [
-    ({"model": "facebook/opt-125m", "tuning": "lora"}, ["library_name: peft", "base_model: facebook/opt-125m", "AutoPeftModelForCausalLM"], ["merged"]),
-    ({"tuning": "lora"}, ["library_name: peft", "PeftModel.from_pretrained(base", "builtin:opt-tiny"], ["base_model"]),
-    ({"tuning": "lora", "merge_adapter": True}, ["library_name: transformers", "merged into the weights", "AutoModelForCausalLM"], ["AutoPeft"]),
-    ({"task": "classification", "dataset": "user/data"}, ["text-classification", "AutoModelForSequenceClassification", "- user/data"], ["CausalLM"]),
-    ({"dataset": "/home/jane/texts.jsonl", "eval_dataset": "/home/jane/held-out.jsonl"}, ["`texts.jsonl`", "held-out.jsonl"], ["/home", "datasets"]),
-])
+
+@pytest.mark.parametrize(
+    "settings, says, says_not",
+    [
+        (
+            {"model": "facebook/opt-125m", "tuning": "lora"},
+            ["library_name: peft", "base_model: facebook/opt-125m", "AutoPeftModelForCausalLM"],
+            ["merged"],
+        ),
+        (
+            {"tuning": "lora"},
+            ["library_name: peft", "PeftModel.from_pretrained(base", "builtin:opt-tiny"],
+            ["base_model"],
+        ),
+        (
+            {"tuning": "lora", "merge_adapter": True},
+            ["library_name: transformers", "merged into the weights", "AutoModelForCausalLM"],
+            ["AutoPeft"],
+        ),
+        (
+            {"task": "classification", "dataset": "user/data"},
+            ["text-classification", "AutoModelForSequenceClassification", "- user/data"],
+            ["CausalLM"],
+        ),
+        (
+            {"dataset": "/home/jane/texts.jsonl", "eval_dataset": "/home/jane/held-out.jsonl"},
+            ["`texts.jsonl`", "held-out.jsonl"],
+            ["/home", "datasets"],
+        ),
+    ],
+)
 def test_a_card_says_what_it_is_and_how_it_is_loaded(tmp_path, settings, says, says_not):
     run = RunDir.create(RunConfig(run_root=str(tmp_path), **settings), 100)
-    run.update_status(export="export", eval_before={"loss": 2.0, "accuracy": 0.5}, eval_after={"loss": 1.5, "accuracy": 0.75})
+    run.update_status(
+        export="export", eval_before={"loss": 2.0, "accuracy": 0.5}, eval_after={"loss": 1.5, "accuracy": 0.75}
+    )
     (run.path / "report" / "evaluation.json").write_text(json.dumps({"verdict": "better"}))
     card = model_card(run)
-    assert all(words in card for words in [*says, "| evaluation accuracy | 0.5000 | 0.7500 |", "Against the base model: better"]), card
+    assert all(
+        words in card
+        for words in [*says, "| evaluation accuracy | 0.5000 | 0.7500 |", "Against the base model: better"]
+    ), card
     assert not any(words in card for words in [*says_not, str(tmp_path), "license"]), card
 
 
 # -- on another machine ---------------------------------------------------------------------------------------------
+
 
 def test_a_model_in_another_folder_must_have_the_same_weights(material, tmp_path):
     cfg = faults.config(material, tmp_path)

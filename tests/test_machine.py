@@ -1,4 +1,5 @@
 """Where we are, what is saved from there, and what the doctor finds."""
+
 import json
 import os
 import stat
@@ -20,7 +21,13 @@ T4 = "GPU-{0}a, Tesla T4, 15360, {1}, 550.54.15, 7.5"
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch, tmp_path):
     "No machine in particular, whatever this one is."
-    for name in ("KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG", "CUDA_VISIBLE_DEVICES", machine._ASKED, *machine.SECRETS):
+    for name in (
+        "KAGGLE_KERNEL_RUN_TYPE",
+        "COLAB_RELEASE_TAG",
+        "CUDA_VISIBLE_DEVICES",
+        machine._ASKED,
+        *machine.SECRETS,
+    ):
         monkeypatch.setenv(name, "")  # so that it is restored, even if the code under test sets it
         monkeypatch.delenv(name)
     for name in ("KAGGLE_OUTPUTS", "KAGGLE_SCRATCH", "COLAB_SCRATCH", "COLAB_DRIVE"):
@@ -30,7 +37,9 @@ def elsewhere(monkeypatch, tmp_path):
 @pytest.fixture
 def kaggle(monkeypatch):
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
-    monkeypatch.setattr(machine.psutil, "Process", lambda pid: types.SimpleNamespace(create_time=lambda: machine.time.time() - 2 * 3600))
+    monkeypatch.setattr(
+        machine.psutil, "Process", lambda pid: types.SimpleNamespace(create_time=lambda: machine.time.time() - 2 * 3600)
+    )
 
 
 def fake_module(monkeypatch, name, **content):
@@ -44,7 +53,9 @@ def no_such_secret(*_):
 def test_on_kaggle(monkeypatch, kaggle, tmp_path):
     monkeypatch.setenv("COLAB_RELEASE_TAG", "Kaggle's image has it as well")
     assert machine.platform() == "kaggle" and machine.default_run_root() == str(tmp_path / "kaggle_scratch" / "runs")
-    assert machine.outputs_folder() == tmp_path / "kaggle_outputs" and machine.session_hours() == pytest.approx(10, abs=0.01)
+    assert machine.outputs_folder() == tmp_path / "kaggle_outputs" and machine.session_hours() == pytest.approx(
+        10, abs=0.01
+    )
     assert "30 hours" in machine.quota_note()
     monkeypatch.setattr(machine.psutil, "Process", lambda pid: types.SimpleNamespace(create_time=lambda: 0.0))
     assert machine.session_hours() is None
@@ -65,10 +76,18 @@ def test_elsewhere():
 
 def test_secrets_of_kaggle(monkeypatch, kaggle):
     secrets = {"HF_TOKEN": "hf_x\n"}
-    fake_module(monkeypatch, "kaggle_secrets", UserSecretsClient=lambda: types.SimpleNamespace(get_secret=lambda name: secrets[name]))
+    fake_module(
+        monkeypatch,
+        "kaggle_secrets",
+        UserSecretsClient=lambda: types.SimpleNamespace(get_secret=lambda name: secrets[name]),
+    )
     monkeypatch.setenv("WANDB_API_KEY", "mine")
     assert machine.secret("HF_TOKEN") == "hf_x" and machine.secret("OTHER") is None
-    assert machine.use_secrets() == ["HF_TOKEN"] and os.environ["HF_TOKEN"] == "hf_x" and os.environ["WANDB_API_KEY"] == "mine"
+    assert (
+        machine.use_secrets() == ["HF_TOKEN"]
+        and os.environ["HF_TOKEN"] == "hf_x"
+        and os.environ["WANDB_API_KEY"] == "mine"
+    )
     secrets["HF_TOKEN"] = "hf_y"
     assert machine.use_secrets() == [] and os.environ["HF_TOKEN"] == "hf_x", "what is there stays"
     monkeypatch.delenv("HF_TOKEN")
@@ -127,12 +146,22 @@ def test_outputs_are_kept(run, tmp_path):
     save(run, "step-2")
     kept, remarks = machine.keep_outputs(run.path, tmp_path / "out")
     assert kept == tmp_path / "out" / "runs" / run.name and not remarks
-    assert sorted(p.name for p in kept.iterdir()) == ["checkpoints", "config.json", "export", "metrics.jsonl", "status.json"]
+    assert sorted(p.name for p in kept.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "export",
+        "metrics.jsonl",
+        "status.json",
+    ]
     (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     (run.path / "export" / "model.safetensors").write_bytes(b"better model")
     save(run, "step-3")
     assert machine.keep_outputs(run.path, tmp_path / "out") == (kept, [])
-    assert checkpoints(kept) == ["step-3"] and len(RunDir(kept).metrics()) == 2 and (kept / "export" / "model.safetensors").read_bytes() == b"better model"
+    assert (
+        checkpoints(kept) == ["step-3"]
+        and len(RunDir(kept).metrics()) == 2
+        and (kept / "export" / "model.safetensors").read_bytes() == b"better model"
+    )
     assert not list(kept.rglob(f"*{PARTIAL}")) and machine.keep_outputs(kept, tmp_path / "out") == (kept, [])
 
 
@@ -167,17 +196,27 @@ def test_a_disk_that_fills_up_leaves_nothing_half_copied(run, tmp_path, monkeypa
             raise OSError(28, "No space left on device")
         return copy(source, target, **options)
 
-    monkeypatch.setattr(machine.shutil, "copytree", lambda source, target, **options: copytree(source, target, **{**options, "copy_function": full}))
+    monkeypatch.setattr(
+        machine.shutil,
+        "copytree",
+        lambda source, target, **options: copytree(source, target, **{**options, "copy_function": full}),
+    )
     _, remarks = machine.keep_outputs(run.path, tmp_path / "out")
     assert len(remarks) == 2 and all("No space left on device" in r for r in remarks)
-    assert checkpoints(kept) == ["step-1"] and (kept / "export" / "model.safetensors").read_bytes() == b"model" and not list(kept.rglob(f"*{PARTIAL}"))
+    assert (
+        checkpoints(kept) == ["step-1"]
+        and (kept / "export" / "model.safetensors").read_bytes() == b"model"
+        and not list(kept.rglob(f"*{PARTIAL}"))
+    )
 
 
 def test_of_damaged_checkpoints_the_next_older_is_kept(run, tmp_path):
     save(run, "step-1")
     (save(run, "step-2") / "rank0.safetensors").write_bytes(b"wEights")
     kept, (remark,) = machine.keep_outputs(run.path, tmp_path / "out")
-    assert "step-2 is damaged (rank0.safetensors: its content was altered)" in remark and checkpoints(kept) == ["step-1"]
+    assert "step-2 is damaged (rank0.safetensors: its content was altered)" in remark and checkpoints(kept) == [
+        "step-1"
+    ]
 
 
 def test_keeping_raises_nothing(run, tmp_path):
@@ -202,13 +241,23 @@ def test_doctor_on_this_machine():
     found = checkup.doctor(bandwidth=False)
     names = [row.name for row in found.rows]
     assert names == ["session", "Python", "packages", "GPUs", "torch", "disk for runs", "memory", "Hub", "tokens"]
-    assert all(row.state in ("ok", "warn", "bad") and row.found for row in found.rows) and found.rows[1].state == found.rows[4].state == "ok"
-    assert all(row.found in found._repr_html_().replace("&#x27;", "'") for row in found.rows if "<" not in row.found) and "<style" not in found._repr_html_()
+    assert (
+        all(row.state in ("ok", "warn", "bad") and row.found for row in found.rows)
+        and found.rows[1].state == found.rows[4].state == "ok"
+    )
+    assert (
+        all(row.found in found._repr_html_().replace("&#x27;", "'") for row in found.rows if "<" not in row.found)
+        and "<style" not in found._repr_html_()
+    )
 
 
 def test_bandwidth_of_two_processes():
     row = checkup._interconnect_row([])
-    assert row.state == "ok" and "2 processes on the CPU, gloo" in row.found and float(row.found.split(" at ")[1].split()[0]) > 0
+    assert (
+        row.state == "ok"
+        and "2 processes on the CPU, gloo" in row.found
+        and float(row.found.split(" at ")[1].split()[0]) > 0
+    )
 
 
 def test_ranks_that_hang_are_a_row(monkeypatch):
@@ -226,7 +275,10 @@ def test_gpus_without_a_torch_that_can_use_them(monkeypatch, tmp_path):
     done = multigpu_ft("doctor", "--json", cwd=tmp_path)
     assert done.returncode == 1
     rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
-    assert "2 x Tesla T4, 16 GB; driver 550.54.15; compute capability 7.5: fp16" in rows["GPUs"]["found"] and rows["GPUs"]["state"] == "ok"
+    assert (
+        "2 x Tesla T4, 16 GB; driver 550.54.15; compute capability 7.5: fp16" in rows["GPUs"]["found"]
+        and rows["GPUs"]["state"] == "ok"
+    )
     assert rows["torch"]["state"] == "bad" and "pip install torch" in rows["torch"]["remedy"]
     assert "interconnect" not in rows, "nothing to be measured"
 
@@ -236,13 +288,20 @@ def test_gpus_that_are_hidden_or_busy(monkeypatch, tmp_path):
     row = checkup._gpu_row(gpus.installed_gpus())
     assert row.state == "warn" and "GPU 1: 9.4 GB" in row.found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert "1 x Tesla T4" in (found := checkup._gpu_row(gpus.installed_gpus()).found) and "hides GPU 0 (Tesla T4" in found
+    assert (
+        "1 x Tesla T4" in (found := checkup._gpu_row(gpus.installed_gpus()).found) and "hides GPU 0 (Tesla T4" in found
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert checkup._gpu_row(gpus.installed_gpus()).remedy.startswith("Unset CUDA_VISIBLE_DEVICES")
 
 
 def test_a_driver_that_does_not_run_and_checks_that_fail_or_hang_are_rows(monkeypatch, tmp_path, kaggle):
-    smi(monkeypatch, tmp_path / "bin", "NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", code=9)
+    smi(
+        monkeypatch,
+        tmp_path / "bin",
+        "NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.",
+        code=9,
+    )
     fake_module(monkeypatch, "kaggle_secrets", UserSecretsClient=no_such_secret)
     monkeypatch.setattr(checkup, "_torch_row", lambda gpus: checkup.Row("torch", "warn", "not looked at"))
     monkeypatch.setattr(checkup, "_packages_row", lambda: 1 / 0)
@@ -268,9 +327,18 @@ def test_a_token_is_never_shown(monkeypatch):
 
 
 def test_packages_that_are_too_old_or_missing(monkeypatch):
-    monkeypatch.setattr(checkup.importlib.metadata, "requires", lambda name: ["torch>=99", "no-such-package>=1", 'neither-this; extra == "quantization"'])
+    monkeypatch.setattr(
+        checkup.importlib.metadata,
+        "requires",
+        lambda name: ["torch>=99", "no-such-package>=1", 'neither-this; extra == "quantization"'],
+    )
     row = checkup._packages_row()
-    assert row.state == "bad" and "is not >=99" in row.found and "no-such-package is missing" in row.found and "'torch>=99'" in row.remedy
+    assert (
+        row.state == "bad"
+        and "is not >=99" in row.found
+        and "no-such-package is missing" in row.found
+        and "'torch>=99'" in row.remedy
+    )
 
 
 def test_disk_and_memory(monkeypatch, tmp_path):
@@ -286,5 +354,7 @@ def test_disk_and_memory(monkeypatch, tmp_path):
         (folder / f"memory.{limit}").write_text("10000000000\n")
         (folder / f"memory.{usage}").write_text("9500000000\n")
         (folder / "memory.stat").write_text(f"anon 5\n{dropped} 500000000\n")
-        assert checkup._container_memory() == (10e9, 9e9) and checkup._memory_row().state == "bad", "what the container uses already is not free"
+        assert checkup._container_memory() == (10e9, 9e9) and checkup._memory_row().state == "bad", (
+            "what the container uses already is not free"
+        )
         (folder / f"memory.{limit}").unlink()

@@ -1,4 +1,5 @@
 """Runs on two machines, which are two network namespaces here: the same curve, whatever is cut, wherever the files are."""
+
 import functools
 import json
 import shlex
@@ -26,10 +27,12 @@ HYBRID = {"strategy": "fsdp", "sharding": "hybrid_shard"}
 @pytest.fixture(scope="module")
 def one_host(server, material, tmp_path_factory):
     "Losses of so many ranks on one machine."
+
     @functools.cache
     def train(nproc, **settings):
         cfg = faults.config(material, tmp_path_factory.mktemp("one"), nproc=nproc, resume_file="none", **settings)
         return hosts.losses(server.finish(cfg).path)
+
     return train
 
 
@@ -45,7 +48,15 @@ def net(tmp_path):
 
 def configs(material, tmp_path, shared=True, **settings):
     "The settings of the two machines, with one disk or two."
-    cfg = faults.config(material, tmp_path / "runs", nnodes=2, run_name="two", resume_file="none", timeout_s=20, **{"nproc": 2, **settings})
+    cfg = faults.config(
+        material,
+        tmp_path / "runs",
+        nnodes=2,
+        run_name="two",
+        resume_file="none",
+        timeout_s=20,
+        **{"nproc": 2, **settings},
+    )
     return cfg, cfg if shared else cfg.replace(run_root=str(tmp_path / "other disk"))
 
 
@@ -59,7 +70,9 @@ def assert_trained_as_one(cfgs, texts, expected):
     nproc, run_dirs = cfgs[0].nproc, [RunDir(cfg.run_root + "/two").of_node(node) for node, cfg in enumerate(cfgs)]
     found = hosts.losses(run_dirs[0].path)
     assert [step for step, _, _ in found] == [step for step, _, _ in expected]
-    assert all(abs(a - b) < 1e-5 for row, other in zip(found, expected, strict=True) for a, b in zip(row, other, strict=True))
+    assert all(
+        abs(a - b) < 1e-5 for row, other in zip(found, expected, strict=True) for a, b in zip(row, other, strict=True)
+    )
     # the other node's own view of it
     part = run_dirs[1]
     assert hosts.losses(part.path) == found and part.status()["state"] == "done" and Run(part).state == "done"
@@ -72,11 +85,17 @@ def assert_trained_as_one(cfgs, texts, expected):
     assert len(list(run_dirs[0].checkpoints()[-1].glob("rank*.safetensors"))) == 2 * nproc
     if cfgs[1].run_root != cfgs[0].run_root:
         other_disk = Path(cfgs[1].run_root)
-        assert other_disk.is_dir() and not list(other_disk.rglob("*.safetensors")) and not list(other_disk.rglob("export/*"))
+        assert (
+            other_disk.is_dir()
+            and not list(other_disk.rglob("*.safetensors"))
+            and not list(other_disk.rglob("export/*"))
+        )
 
 
 # On one disk: hybrid sharding in the next test; with a rank each, ddp where a machine comes late, full sharding where one is stopped.
-@pytest.mark.parametrize("settings", [{}, slow({"strategy": "fsdp"}), slow(HYBRID)], ids=["ddp", "full shard", "hybrid"])
+@pytest.mark.parametrize(
+    "settings", [{}, slow({"strategy": "fsdp"}), slow(HYBRID)], ids=["ddp", "full shard", "hybrid"]
+)
 def test_two_machines_with_a_disk_each_train_as_one(net, material, one_host, tmp_path, settings):
     cfgs = configs(material, tmp_path, shared=False, **settings)
     assert_trained_as_one(cfgs, run_both(net, cfgs)[1], one_host(4))
@@ -93,10 +112,33 @@ def test_hybrid_sharding_adds_up_micro_batches_before_nodes_hear_of_them(net, ma
 def test_plain_torchrun_does_it_too(net, material, one_host, tmp_path):
     cfg, _ = configs(material, tmp_path, strategy="fsdp", nproc=1)
     run_dir = RunDir.create(cfg)
-    words = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "static", "--master-addr", net.addresses[0], "--master-port", 29400]
+    words = [
+        "--nnodes",
+        2,
+        "--nproc-per-node",
+        1,
+        "--rdzv-backend",
+        "static",
+        "--master-addr",
+        net.addresses[0],
+        "--master-port",
+        29400,
+    ]
     interface = {"GLOO_SOCKET_IFNAME": "eth0"}
     nodes = [
-        net.start(n, BIN / "torchrun", *words, "--node-rank", n, "--local-addr", net.addresses[n], "-m", "multigpu_ft.training", run_dir.path, **interface)
+        net.start(
+            n,
+            BIN / "torchrun",
+            *words,
+            "--node-rank",
+            n,
+            "--local-addr",
+            net.addresses[n],
+            "-m",
+            "multigpu_ft.training",
+            run_dir.path,
+            **interface,
+        )
         for n in range(2)
     ]
     codes, texts = hosts.wait(nodes)
@@ -153,7 +195,10 @@ def test_a_cut_link_ends_both_sides(net, material, tmp_path):
     codes, texts = hosts.wait(nodes, 5 + 10)
     print(f"both ended {time.monotonic() - began:.1f} s after the cut")
     assert codes == [1, 1] and not hosts.workers(tmp_path)
-    assert "node 1 (host1, 10.77.0.2) was lost: nothing was heard of it for 5 s" in texts[0] and "node 0 at 10.77.0.1:29400 was lost" in texts[1]
+    assert (
+        "node 1 (host1, 10.77.0.2) was lost: nothing was heard of it for 5 s" in texts[0]
+        and "node 0 at 10.77.0.1:29400 was lost" in texts[1]
+    )
     net.mend()
     run_both(net, cfgs)
     assert run_dir.status()["step"] == 120
@@ -195,12 +240,17 @@ def test_a_machine_that_comes_late_or_never(net, material, one_host, tmp_path):
     codes, texts = hosts.wait([net.train(0, alone[0]), net.train(1, alone[1], rdzv="10.77.0.1:29999")], 60)
     assert codes == [1, 1]
     assert "NodesError: node 1 of 2 did not join within join_timeout_s=5 s. Start the same command there" in texts[0]
-    assert "NodesError: node 0 did not answer at 10.77.0.1:29999 within join_timeout_s=5 s (connection refused)" in texts[1]
+    assert (
+        "NodesError: node 0 did not answer at 10.77.0.1:29999 within join_timeout_s=5 s (connection refused)"
+        in texts[1]
+    )
 
 
 def test_what_is_wrong_with_an_address(net, material, tmp_path):
     cfg, _ = configs(material, tmp_path)
-    port = net.start(0, "python3", "-c", "import socket, time; s = socket.create_server(('10.77.0.1', 29400)); time.sleep(60)")
+    port = net.start(
+        0, "python3", "-c", "import socket, time; s = socket.create_server(('10.77.0.1', 29400)); time.sleep(60)"
+    )
     time.sleep(1)
     taken = net.train(0, cfg)
     elsewhere = net.train(0, cfg.replace(run_name="b"), rdzv="10.77.0.2:29400")
@@ -209,7 +259,10 @@ def test_what_is_wrong_with_an_address(net, material, tmp_path):
     port.kill()
     assert codes == [1, 1, 1]
     assert "port 29400 of 10.77.0.1 is taken, perhaps by another run; use another one on all nodes" in texts[0]
-    assert "rdzv='10.77.0.2:29400' is where node 0 listens, but that is no address of this machine" in texts[1] and "10.77.0.1" in texts[1]
+    assert (
+        "rdzv='10.77.0.2:29400' is where node 0 listens, but that is no address of this machine" in texts[1]
+        and "10.77.0.1" in texts[1]
+    )
     assert "node 0 did not answer at 10.77.0.99:29400 within join_timeout_s=5 s" in texts[2]
 
 
@@ -218,7 +271,10 @@ def test_machines_that_are_not_set_up_alike(net, material, one_host, tmp_path):
     host = net.train(0, cfg)
     wrong = net.train(1, other.replace(learning_rate=0.5), "--as-job")
     codes, texts = hosts.wait([wrong], 30)
-    assert codes == [78] and "node 1 (host1) is not set up as node 0 is: learning_rate=0.5 there, 0.001 on node 0" in texts[0]
+    assert (
+        codes == [78]
+        and "node 1 (host1) is not set up as node 0 is: learning_rate=0.5 there, 0.001 on node 0" in texts[0]
+    )
     codes, texts = hosts.wait([net.train(1, other.replace(nproc=2))], 30)
     assert codes == [1] and "2 processes there, 1 on node 0" in texts[0]
     right = net.train(1, other)
@@ -241,7 +297,9 @@ def test_texts_that_differ_between_machines(net, material, tmp_path):
     host = net.train(0, cfgs[0])
     command = f"mount --bind {theirs} {mine} && exec {BIN / 'multigpu-ft'} train {flags(cfgs[1], leave=())} --node-rank 1 --rdzv {net.rdzv()}"
     codes, texts = hosts.wait([host, net.start(1, "unshare", "--mount", "sh", "-c", command)], 90)
-    assert codes == [1, 1] and all("DataError: texts of rank 1, on node 1, are not those of node 0" in text for text in texts), texts
+    assert codes == [1, 1] and all(
+        "DataError: texts of rank 1, on node 1, are not those of node 0" in text for text in texts
+    ), texts
 
 
 @pytest.mark.slow
@@ -251,11 +309,28 @@ def test_the_pods_of_a_job(net, material, tmp_path):
     shutil.copytree(material, shared / "data")
     config.mkdir()
     resources = {
-        "image": f"registry.example/multigpu-ft@sha256:{'0' * 64}", "replicas": 2, "shared_volume": {"size": "10Gi"},
+        "image": f"registry.example/multigpu-ft@sha256:{'0' * 64}",
+        "replicas": 2,
+        "shared_volume": {"size": "10Gi"},
         "resources": {"gpu": {"accelerator_count": 0, "memory": "4Gi", "cpu": 1}},
     }
-    settings = {"model": "/shared/data/model", "dataset": "/shared/data/texts.jsonl", "run_root": "runs", "nproc": 1, "num_epochs": 15, "strategy": "fsdp"}
-    cfg = RunConfig(max_length=faults.MAX_LENGTH, learning_rate=1e-3, packing="padded", batch_size=2, save_every=10, run_name="pods", **settings)
+    settings = {
+        "model": "/shared/data/model",
+        "dataset": "/shared/data/texts.jsonl",
+        "run_root": "runs",
+        "nproc": 1,
+        "num_epochs": 15,
+        "strategy": "fsdp",
+    }
+    cfg = RunConfig(
+        max_length=faults.MAX_LENGTH,
+        learning_rate=1e-3,
+        packing="padded",
+        batch_size=2,
+        save_every=10,
+        run_name="pods",
+        **settings,
+    )
     manifests = deploy_kubernetes(cfg, resources).manifests
     job = next(m for m in manifests if m["kind"] == "Job")
     maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] == "ConfigMap"}
@@ -283,7 +358,12 @@ def test_restarts_on_one_machine(material, server, tmp_path):
     "`max_restarts` also holds for a rank that dies on the only machine."
     cfg = faults.config(material, tmp_path / "runs", run_name="one", resume_file="none", num_epochs=20, max_restarts=1)
     calm = server.finish(cfg.replace(run_name="calm", max_restarts=0))
-    process = subprocess.Popen([BIN / "multigpu-ft", "train", *shlex.split(flags(cfg, leave=()))], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [BIN / "multigpu-ft", "train", *shlex.split(flags(cfg, leave=()))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     run_dir = RunDir(tmp_path / "runs" / "one")
     while len(run_dir.metrics()) < 10:
         time.sleep(0.05)

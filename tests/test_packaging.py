@@ -1,4 +1,5 @@
 """What others install: wheel and sdist, built here and used in an environment of their own; and Kaggle's kernels, pushed by Kaggle's own client."""
+
 import json
 import os
 import shutil
@@ -19,7 +20,11 @@ KERNELS = ("train", "evaluate", "wheels")
 
 
 def build(source, *what):
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--skip-dependency-check", *what, source], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--skip-dependency-check", *what, source],
+        check=True,
+        capture_output=True,
+    )
     return sorted((source / "dist").iterdir())
 
 
@@ -43,10 +48,15 @@ def content(wheel):
 
 def test_wheel_and_sdist_have_all_modules_and_nothing_else(wheels):
     wheel, sdist, again = wheels
-    assert wheel.name == f"multigpu_ft-{__version__}-py3-none-any.whl" and sdist.name == f"multigpu_ft-{__version__}.tar.gz"
+    assert (
+        wheel.name == f"multigpu_ft-{__version__}-py3-none-any.whl"
+        and sdist.name == f"multigpu_ft-{__version__}.tar.gz"
+    )
     modules = {f"multigpu_ft/{path.name}": path.read_bytes() for path in (REPO / "multigpu_ft").glob("*.py")}
     found = content(wheel)
-    assert {name: data for name, data in found.items() if name.startswith("multigpu_ft/")} == modules and found == content(again)
+    assert {
+        name: data for name, data in found.items() if name.startswith("multigpu_ft/")
+    } == modules and found == content(again)
     assert {name.split("/")[0] for name in found} == {"multigpu_ft", f"multigpu_ft-{__version__}.dist-info"}
     assert f"## {__version__}\n" in (REPO / "CHANGELOG.md").read_text()
 
@@ -54,10 +64,14 @@ def test_wheel_and_sdist_have_all_modules_and_nothing_else(wheels):
 def test_installed_in_an_environment_of_its_own(wheels, tmp_path):
     place = tmp_path / "venv"
     venv.create(place, with_pip=False)
-    subprocess.run([BIN / "pip", "--python", place, "install", "--quiet", "--no-deps", "--no-index", wheels[0]], check=True)
+    subprocess.run(
+        [BIN / "pip", "--python", place, "install", "--quiet", "--no-deps", "--no-index", wheels[0]], check=True
+    )
     (libraries,) = place.glob("lib/python*/site-packages")
     (here,) = BIN.parent.glob("lib/python*/site-packages")
-    (libraries / "others.pth").write_text(f"{here}\n")  # torch and the other requirements, which take minutes to install
+    (libraries / "others.pth").write_text(
+        f"{here}\n"
+    )  # torch and the other requirements, which take minutes to install
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def said(*command):
@@ -65,7 +79,8 @@ def test_installed_in_an_environment_of_its_own(wheels, tmp_path):
 
     python, command = place / "bin" / "python", place / "bin" / "multigpu-ft"
     assert said(python, "-c", "import multigpu_ft; print(multigpu_ft.__version__, multigpu_ft.__file__)").split() == [
-        __version__, str(libraries / "multigpu_ft" / "__init__.py")
+        __version__,
+        str(libraries / "multigpu_ft" / "__init__.py"),
     ]
     assert "deploy" in said(command, "--help")
     assert json.loads(said(command, "estimate", "--preset", "tiny", "--gpus", "2", "--json"))["fits"]
@@ -74,11 +89,18 @@ def test_installed_in_an_environment_of_its_own(wheels, tmp_path):
 @pytest.fixture
 def kaggle():
     "Kaggle's server, as far as pushing a kernel goes: keeps what was sent."
+
     class Server(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.server.pushed.append((self.path, body))
-            answer = json.dumps({"ref": f"/code/{body['slug']}", "url": f"https://www.kaggle.com/code/{body['slug']}", "versionNumber": 1}).encode()
+            answer = json.dumps(
+                {
+                    "ref": f"/code/{body['slug']}",
+                    "url": f"https://www.kaggle.com/code/{body['slug']}",
+                    "versionNumber": 1,
+                }
+            ).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(answer)))
@@ -103,13 +125,22 @@ def test_kaggles_own_client_takes_the_kernels(kernel, kaggle, tmp_path):
     metadata.write_text(metadata.read_text().replace("USERNAME", "jane"))
     # the client's way to a server on this machine is http://localhost; the proxy says which port
     proxy = {name: f"http://127.0.0.1:{kaggle.server_port}" for name in ("http_proxy", "HTTP_PROXY")}
-    account = {"KAGGLE_API_ENVIRONMENT": "LOCALHOST", "KAGGLE_USERNAME": "jane", "KAGGLE_KEY": "0" * 32, "KAGGLE_CONFIG_DIR": str(tmp_path)}
+    account = {
+        "KAGGLE_API_ENVIRONMENT": "LOCALHOST",
+        "KAGGLE_USERNAME": "jane",
+        "KAGGLE_KEY": "0" * 32,
+        "KAGGLE_CONFIG_DIR": str(tmp_path),
+    }
     env = {**os.environ, **proxy, "no_proxy": "", "NO_PROXY": "", **account}
     done = subprocess.run([BIN / "kaggle", "kernels", "push", "-p", folder], env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "successfully pushed" in done.stdout and "does not resolve" not in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "successfully pushed" in done.stdout and "does not resolve" not in done.stdout, (
+        done.stdout + done.stderr
+    )
     ((path, sent),) = kaggle.pushed
     assert path.endswith("/SaveKernel") and sent["slug"] == f"jane/multigpu-ft-{kernel}" and sent["isPrivate"]
-    assert sent["enableGpu"] == (kernel != "wheels") and sent.get("machineShape", "") == ("NvidiaTeslaT4" if sent["enableGpu"] else "")
+    assert sent["enableGpu"] == (kernel != "wheels") and sent.get("machineShape", "") == (
+        "NvidiaTeslaT4" if sent["enableGpu"] else ""
+    )
     assert sent.get("kernelDataSources", []) == (["jane/multigpu-ft-train"] if kernel == "evaluate" else [])
     cells = json.loads(sent["text"])["cells"]
     (parameters,) = [cell["source"] for cell in cells if "parameters" in cell["metadata"].get("tags", [])]

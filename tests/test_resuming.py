@@ -1,4 +1,5 @@
 """Saving, stopping and going on, as a user meets them: what is said, what is kept, and how a run ends that cannot go on."""
+
 import json
 import os
 import shutil
@@ -21,7 +22,12 @@ def remarks(run):
 
 
 def error_of(run_dir):
-    return "".join(json.loads(path.read_text())["message"]["message"] for path in sorted(run_dir.path.glob("errors/*.json"))) or run_dir.log_file(0).read_text()
+    return (
+        "".join(
+            json.loads(path.read_text())["message"]["message"] for path in sorted(run_dir.path.glob("errors/*.json"))
+        )
+        or run_dir.log_file(0).read_text()
+    )
 
 
 def saved_what_it_did(run):
@@ -33,6 +39,7 @@ def saved_what_it_did(run):
 
 # -- going on -------------------------------------------------------------------------------------------------------
 
+
 def test_a_damaged_newest_checkpoint_is_named_and_the_next_older_taken(material, run_root, server, capsys):
     cfg = faults.config(material, run_root)
     first = Run(server.finish(cfg))
@@ -42,10 +49,15 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_next_older_taken(material,
     again = launch(cfg.replace(nproc=1, batch_size=4))
     assert again.status["resumed_from"] == str(older) and [m["step"] for m in again.metrics] == [23, 24]
     assert f"checkpoint {newest.name} of {first.name} is damaged: rank1.safetensors has" in remarks(again)[0]
-    assert f"an older one is taken, {older.name}" in remarks(again)[0] and remarks(again)[0] in capsys.readouterr().err, "told in the cell, too"
+    assert (
+        f"an older one is taken, {older.name}" in remarks(again)[0] and remarks(again)[0] in capsys.readouterr().err
+    ), "told in the cell, too"
     for checkpoint in [*again.dir.checkpoints(), *first.dir.checkpoints()]:
         (checkpoint / "commit.json").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint can be used: .*commit.json is missing.*resume_file='none' to start from the base model"):
+    with pytest.raises(
+        CheckpointError,
+        match="no checkpoint can be used: .*commit.json is missing.*resume_file='none' to start from the base model",
+    ):
         launch(cfg.replace(nproc=1, batch_size=4))
 
 
@@ -58,7 +70,8 @@ def test_the_ledger_tells_gaps_overlaps_and_repeats_before_training(material, ru
     assert remarks(gap) == told and told[0] in capsys.readouterr().err
     repeat = server.finish(cfg.replace(end_idx=16))
     assert remarks(repeat) == [
-        "slice 0-16 was trained before (1 epoch(s)); it is now trained again", "rows 12-16 were trained before, in slice 12-24; they are now trained again",
+        "slice 0-16 was trained before (1 epoch(s)); it is now trained again",
+        "rows 12-16 were trained before, in slice 12-24; they are now trained again",
         "slice 30-40 was left after 40% of epoch 1; this run does not finish it",
     ]
     checkpoint = json.loads((repeat.checkpoints()[-1] / "progress.json").read_text())
@@ -66,12 +79,18 @@ def test_the_ledger_tells_gaps_overlaps_and_repeats_before_training(material, ru
 
 
 def test_weights_alone_come_with_a_new_optimizer_and_schedule(material, run_root, server):
-    cfg = faults.config(material, run_root, num_epochs=1, save_every=None, warmup_steps=4, lr_scheduler="linear", end_idx=24)
+    cfg = faults.config(
+        material, run_root, num_epochs=1, save_every=None, warmup_steps=4, lr_scheduler="linear", end_idx=24
+    )
     first = server.finish(cfg)
     kept = server.finish(cfg.replace(start_idx=24, end_idx=48))
-    fresh = server.finish(cfg.replace(start_idx=24, end_idx=48, resume_scope="weights", resume_file=first.checkpoints()[-1].name))
+    fresh = server.finish(
+        cfg.replace(start_idx=24, end_idx=48, resume_scope="weights", resume_file=first.checkpoints()[-1].name)
+    )
     assert [m["step"] for m in kept.metrics()] == [m["step"] for m in fresh.metrics()] == list(range(7, 13))
-    assert kept.metrics()[0]["learning_rate"] == 1e-3 and fresh.metrics()[0]["learning_rate"] == 1e-3 / 4, "the warm-up belongs to the optimizer"
+    assert kept.metrics()[0]["learning_rate"] == 1e-3 and fresh.metrics()[0]["learning_rate"] == 1e-3 / 4, (
+        "the warm-up belongs to the optimizer"
+    )
     other = material / "other.jsonl"
     other.write_text((material / "texts.jsonl").read_text())
     elsewhere = cfg.replace(dataset=str(other), resume_file=str(first.checkpoints()[-1]))
@@ -111,7 +130,10 @@ def test_another_tokenizer_or_text_is_refused(material, run_root, server):
     assert "its rows would now be in another order (texts: checkpoint" in error_of(changed)
     (folder / "texts.jsonl").write_text("".join(lines))
     tokenizer = json.loads((folder / "model" / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"]["w0"], tokenizer["model"]["vocab"]["w1"] = tokenizer["model"]["vocab"]["w1"], tokenizer["model"]["vocab"]["w0"]
+    tokenizer["model"]["vocab"]["w0"], tokenizer["model"]["vocab"]["w1"] = (
+        tokenizer["model"]["vocab"]["w1"],
+        tokenizer["model"]["vocab"]["w0"],
+    )
     (folder / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "belongs to another run (tokenizer: checkpoint" in error_of(server.finish(cfg))
 
@@ -151,15 +173,21 @@ def test_a_restart_takes_up_what_it_did_itself_even_if_it_began_with_weights_alo
 
 # -- keeping --------------------------------------------------------------------------------------------------------
 
+
 def test_the_newest_are_kept_within_the_budget(material, run_root, server):
     cfg = faults.config(material, run_root, num_epochs=1)
     first = server.finish(cfg.replace(keep=3, end_idx=24))
     assert [c.name for c in first.checkpoints()] == ["model_0-24-step-2", "model_0-24-step-4", "model_0-24-epoch-1"]
     each = sum(p.stat().st_size for p in first.checkpoints()[0].iterdir())
     second = server.finish(cfg.replace(start_idx=24, keep=3, disk_budget_gb=2.5 * each / 1e9))
-    assert [c.name for c in second.checkpoints()] == ["model_24-48-step-4", "model_24-48-epoch-1"] and not first.checkpoints()
+    assert [c.name for c in second.checkpoints()] == [
+        "model_24-48-step-4",
+        "model_24-48-epoch-1",
+    ] and not first.checkpoints()
     short = server.finish(cfg.replace(start_idx=24, initial_epoch=2, disk_budget_gb=1.5 * each / 1e9))
-    assert "disk_budget_gb" in error_of(short) and not short.metrics(), "the one it goes on from must stay; told before training"
+    assert "disk_budget_gb" in error_of(short) and not short.metrics(), (
+        "the one it goes on from must stay; told before training"
+    )
     third = server.finish(cfg.replace(start_idx=40, keep=1))
     assert [c.name for c in third.checkpoints()] == ["model_40-48-epoch-1"] and not second.checkpoints()
 
@@ -202,28 +230,72 @@ def slow_steps(tmp_path):
     folder = tmp_path / "slow"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SLOW)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 @pytest.mark.slow
 def test_max_hours_stops_in_time_saves_and_says_so(material, run_root, slow_steps):
     "From a terminal: exit code 75, and the command that goes on."
-    data = ["--model", str(material / "model"), "--dataset", str(material / "texts.jsonl"), "--run-root", str(run_root), "--max-length", "32"]
+    data = [
+        "--model",
+        str(material / "model"),
+        "--dataset",
+        str(material / "texts.jsonl"),
+        "--run-root",
+        str(run_root),
+        "--max-length",
+        "32",
+    ]
     started = time.monotonic()
-    command = [BIN / "multigpu-ft", "train", *data, "--num-epochs", "2000", "--max-hours", "0.014", "--packing", "padded", "--nproc", "1"]
+    command = [
+        BIN / "multigpu-ft",
+        "train",
+        *data,
+        "--num-epochs",
+        "2000",
+        "--max-hours",
+        "0.014",
+        "--packing",
+        "padded",
+        "--nproc",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=slow_steps)
     assert done.returncode == STOPPED_EXIT_CODE, done.stderr
     assert time.monotonic() - started < 0.014 * 3600 + 10
     run = Run(next(run_root.iterdir()))
     assert run.state == "stopped" and saved_what_it_did(run)
-    assert "beyond max_hours=0.014; it stops and saves after about step" in done.stderr and "go on     multigpu-ft train --run-root" in done.stdout
-    again = [BIN / "multigpu-ft", *done.stdout[done.stdout.index("go on     multigpu-ft ") + 22 :].split(), "--max-hours", "1", "--max-steps", "2"]
+    assert (
+        "beyond max_hours=0.014; it stops and saves after about step" in done.stderr
+        and "go on     multigpu-ft train --run-root" in done.stdout
+    )
+    again = [
+        BIN / "multigpu-ft",
+        *done.stdout[done.stdout.index("go on     multigpu-ft ") + 22 :].split(),
+        "--max-hours",
+        "1",
+        "--max-steps",
+        "2",
+    ]
     assert subprocess.run(again, capture_output=True, text=True, timeout=120).returncode == 0
     assert Run(max(run_root.iterdir(), key=lambda p: p.stat().st_mtime)).metrics[0]["step"] == run.status["step"] + 1
 
 
 def test_sigterm_to_the_command_saves(material, run_root):
-    data = ["--model", str(material / "model"), "--dataset", str(material / "texts.jsonl"), "--run-root", str(run_root), "--max-length", "32"]
+    data = [
+        "--model",
+        str(material / "model"),
+        "--dataset",
+        str(material / "texts.jsonl"),
+        "--run-root",
+        str(run_root),
+        "--max-length",
+        "32",
+    ]
     command = [BIN / "multigpu-ft", "train", *data, "--num-epochs", "2000", "--nproc", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     running(run_root)
@@ -243,7 +315,10 @@ def test_a_stopped_process_is_found_within_the_timeout(run_root, strategy):
     run_dir = running(run_root)
     psutil.Process(ranks(run_dir)[1]).suspend()
     stopped = time.monotonic()
-    with pytest.raises(RunFailed, match=r"rank 1 hangs in step \d+: it was stopped by a signal. No rank has come any further for timeout_s=6 s") as caught:
+    with pytest.raises(
+        RunFailed,
+        match=r"rank 1 hangs in step \d+: it was stopped by a signal. No rank has come any further for timeout_s=6 s",
+    ) as caught:
         run.wait(60)
     assert time.monotonic() - stopped < 16 and not processes(run_root)
     step = int(str(caught.value).split("in step ")[1].split(":")[0])
@@ -267,7 +342,10 @@ if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
 def test_a_rank_that_waits_for_ever_is_named_with_its_stack(run_root, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(HANG)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RunFailed, match="rank 1 hangs in step 3. No rank has come any further for timeout_s=6 s .rank 0 in step 4, .*; rank 1 in step 3, data"):
+    with pytest.raises(
+        RunFailed,
+        match="rank 1 hangs in step 3. No rank has come any further for timeout_s=6 s .rank 0 in step 4, .*; rank 1 in step 3, data",
+    ):
         launch(RunConfig(run_root=str(run_root), strategy="ddp", timeout_s=6, packing="padded"))
     assert "in hanging" in Run(next(run_root.iterdir())).logs(1)
 
@@ -288,45 +366,64 @@ if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
 
 
 @pytest.mark.parametrize("strategy", [slow("ddp"), "fsdp"])
-def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(material, run_root, tmp_path, monkeypatch, server, strategy):
+def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(
+    material, run_root, tmp_path, monkeypatch, server, strategy
+):
     "The global batch, and with it the curve, is kept."
     if not (material / "smooth").exists():
         faults.Reshapes(material, server)
-    cfg = faults.config(material, run_root, model=str(material / "smooth"), strategy=strategy, batch_size=4, save_every=3)
+    cfg = faults.config(
+        material, run_root, model=str(material / "smooth"), strategy=strategy, batch_size=4, save_every=3
+    )
     plain = server.finish(cfg.replace(run_root=str(run_root / "plain")))
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "2"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     run = launch(cfg)
     assert (run.state, run.dir.config().batch_size, run.dir.config().accum_steps) == ("done", 2, 2)
-    assert any("rank 1 ran out of memory in step" in r and "batch_size 4 -> 2, accum_steps 1 -> 2" in r for r in remarks(run))
+    assert any(
+        "rank 1 ran out of memory in step" in r and "batch_size 4 -> 2, accum_steps 1 -> 2" in r for r in remarks(run)
+    )
     assert [m["step"] for m in run.metrics] == list(range(1, 13))
     assert all(abs(a["loss"] - b["loss"]) / b["loss"] < 1e-5 for a, b in zip(run.metrics, plain.metrics(), strict=True))
     if strategy == "fsdp":
         return
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "0"))
-    with pytest.raises(RunFailed, match="rank 1 ran out of memory in step .* with batch_size=1.*activation_checkpointing='full'"):
+    with pytest.raises(
+        RunFailed, match="rank 1 ran out of memory in step .* with batch_size=1.*activation_checkpointing='full'"
+    ):
         launch(cfg.replace(batch_size=2, resume_file="none"))
 
 
 # -- slices ---------------------------------------------------------------------------------------------------------
+
 
 def test_a_series_knows_its_own_runs_and_what_is_new(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     for name, rows in (("a", 48), ("b", 48)):
         (tmp_path / name / "texts.jsonl").write_text('{"text": "x"}\n' * rows)
-    cfg = RunConfig(run_root=str(tmp_path / "runs"), dataset=str(tmp_path / "a" / "texts.jsonl"), slice_size=20, max_grad_norm="none")
+    cfg = RunConfig(
+        run_root=str(tmp_path / "runs"),
+        dataset=str(tmp_path / "a" / "texts.jsonl"),
+        slice_size=20,
+        max_grad_norm="none",
+    )
     assert cfg.max_grad_norm is None
     slices = Slices(cfg)
     assert slices.bounds == [(0, 20), (20, 40), (40, 48)]
     for start, end in slices.bounds:
         RunDir.create(slices.config.replace(start_idx=start, end_idx=end)).update_status(state="done", launched=start)
     assert Slices(cfg).state == "done" and Slices(cfg.replace(num_epochs=2)).state == "to do"
-    assert Slices(cfg.replace(dataset=str(tmp_path / "b" / "texts.jsonl"))).state == "to do", "other data of the same name"
+    assert Slices(cfg.replace(dataset=str(tmp_path / "b" / "texts.jsonl"))).state == "to do", (
+        "other data of the same name"
+    )
     with open(tmp_path / "a" / "texts.jsonl", "a") as file:
         file.write('{"text": "x"}\n' * 20)
     grown = Slices(cfg)
-    assert grown.bounds == [(0, 20), (20, 40), (40, 48), (48, 60), (60, 68)] and [row["state"] for row in grown.table()] == ["done"] * 3 + ["to do"] * 2
+    assert (
+        grown.bounds == [(0, 20), (20, 40), (40, 48), (48, 60), (60, 68)]
+        and [row["state"] for row in grown.table()] == ["done"] * 3 + ["to do"] * 2
+    )
 
 
 def test_a_series_that_was_moved_goes_on_and_one_run_of_another_version_is_no_obstacle(tmp_path):
@@ -360,12 +457,29 @@ def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path, sl
     (tmp_path / "nbs").mkdir()
     for name in ("train.ipynb", "slices.ipynb"):
         (tmp_path / "nbs" / name).write_text((NBS / name).read_text())
-    data = ["--model", material / "model", "--dataset", material / "texts.jsonl", "--run-root", run_root, "--size", "20", "--max-length", "32"]
+    data = [
+        "--model",
+        material / "model",
+        "--dataset",
+        material / "texts.jsonl",
+        "--run-root",
+        run_root,
+        "--size",
+        "20",
+        "--max-length",
+        "32",
+    ]
     how = "--num-epochs 5 --save-every 2 --lr-scheduler linear --packing padded --batch-size 1 --nproc 1 --json".split()
     command = list(map(str, [BIN / "multigpu-ft", "slices", *data, *how]))
-    driver = subprocess.Popen(command, cwd=tmp_path, env=slow_steps, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        command, cwd=tmp_path, env=slow_steps, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     folder = run_root / "slices_model_texts_20"
-    until(lambda: [p for p in folder.glob("model_20-40/metrics.jsonl") if p.read_text().count("\n") > 5], 90, "the second slice trains")
+    until(
+        lambda: [p for p in folder.glob("model_20-40/metrics.jsonl") if p.read_text().count("\n") > 5],
+        90,
+        "the second slice trains",
+    )
     driver.kill()
     driver.communicate()
     until(lambda: not processes(run_root), 15, "papermill, its kernel and the ranks gone after their driver")
@@ -373,10 +487,19 @@ def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path, sl
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["state"] == "done" and [row["slice"] for row in report["slices"]] == ["0-20", "20-40", "40-48"]
-    assert [row["runs"] for row in report["slices"]] == [1, 2, 1] and [row["steps"] for row in report["slices"]] == [100, 100, 40]
-    assert sorted(p.name for p in folder.glob("*.ipynb")) == ["slice-0-20.ipynb", "slice-20-40.ipynb", "slice-40-48.ipynb"] and (folder / "loss.png").exists()
+    assert [row["runs"] for row in report["slices"]] == [1, 2, 1] and [row["steps"] for row in report["slices"]] == [
+        100,
+        100,
+        40,
+    ]
+    assert (
+        sorted(p.name for p in folder.glob("*.ipynb")) == ["slice-0-20.ipynb", "slice-20-40.ipynb", "slice-40-48.ipynb"]
+        and (folder / "loss.png").exists()
+    )
     runs = sorted((Run(p.parent) for p in folder.glob("*/config.json")), key=lambda r: r.status["launched"])
     losses, _ = faults.lineage([r.dir for r in runs])
     rates = {m["step"]: m["learning_rate"] for r in runs for m in r.metrics}
     assert len(losses) == len(rates) == 240
-    assert all(rates[s] > rates[s + 1] for s in range(1, 240)) and rates[240] < 0.01 * rates[1], "one schedule over all slices"
+    assert all(rates[s] > rates[s + 1] for s in range(1, 240)) and rates[240] < 0.01 * rates[1], (
+        "one schedule over all slices"
+    )

@@ -1,4 +1,5 @@
 """Tokens in the environment are in no file, name or command line that a run, a failing run or a papermill run leaves."""
+
 import base64
 import gzip
 import os
@@ -23,7 +24,9 @@ def test_the_scanner_finds_what_is_planted(tmp_path):
     canary = {"HF_TOKEN": "hf_" + secrets.token_urlsafe(24) + "/+?"}
     value = canary["HF_TOKEN"]
     planted = {
-        "plain.txt": f"a{value}b".encode(), "url.txt": quote(value, safe="").encode(), "hex.txt": value.encode().hex().upper().encode(),
+        "plain.txt": f"a{value}b".encode(),
+        "url.txt": quote(value, safe="").encode(),
+        "hex.txt": value.encode().hex().upper().encode(),
         "packed.gz": gzip.compress(f"in {value}".encode()),
         **{f"base64-{shift}.txt": base64.b64encode(b"x" * shift + value.encode() + b"tail") for shift in range(3)},
         "basic.txt": base64.urlsafe_b64encode(f"api:{value}".encode()),
@@ -47,7 +50,14 @@ class Watched:
         watcher = threading.Thread(target=self._watch)
         watcher.start()
         try:
-            self.done = subprocess.run([str(word) for word in command], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, **options)
+            self.done = subprocess.run(
+                [str(word) for word in command],
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=300,
+                **options,
+            )
         finally:
             self._over.set()
             watcher.join()
@@ -69,9 +79,16 @@ def place(tmp_path, material):
     shutil.copytree(material, tmp_path / "work")
     canaries = {"HF_TOKEN": "hf_" + secrets.token_hex(17), "WANDB_API_KEY": secrets.token_hex(20)}
     server = WandbServer()
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MULTIGPU_FT_")}  # other tests asked for secrets, too
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("MULTIGPU_FT_")
+    }  # other tests asked for secrets, too
     environment = {
-        **inherited, **server.environment, **canaries, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), "WANDB_DEBUG": "true",
+        **inherited,
+        **server.environment,
+        **canaries,
+        "HOME": str(tmp_path / "home"),
+        "TMPDIR": str(tmp_path / "tmp"),
+        "WANDB_DEBUG": "true",
         "WANDB_CORE_DEBUG": "true",
     }
     yield tmp_path, canaries, environment, server
@@ -90,17 +107,37 @@ def test_a_papermill_run_its_repository_and_its_evaluation_leave_none(place):
     (folder / "hub").mkdir()
     hub, out = Hub(folder / "hub"), folder / "work" / "out.ipynb"
     canaries["HF_TOKEN"] = WRITE
-    environment = {**hub_environment(hub), **{k: v for k, v in environment.items() if not k.startswith("HF_")}, "HF_TOKEN": WRITE}
+    environment = {
+        **hub_environment(hub),
+        **{k: v for k, v in environment.items() if not k.startswith("HF_")},
+        "HF_TOKEN": WRITE,
+    }
     settings = {
-        "model": "model", "dataset": "texts.jsonl", "tracker": "wandb,tensorboard", "histogram_every": 2, "log_artifacts": True, "max_length": 32,
-        "end_idx": 24, "eval_start_idx": 24, "hf_repo": "jane/model", "run_name": "canary",
+        "model": "model",
+        "dataset": "texts.jsonl",
+        "tracker": "wandb,tensorboard",
+        "histogram_every": 2,
+        "log_artifacts": True,
+        "max_length": 32,
+        "end_idx": 24,
+        "eval_start_idx": 24,
+        "hf_repo": "jane/model",
+        "run_name": "canary",
     }
     parameters = [word for name, value in settings.items() for word in ("-p", name, str(value))]
     watched = Watched([BIN / "papermill", NBS / "train.ipynb", out, *parameters], cwd=folder / "work", env=environment)
     assert watched.done.returncode == 0, watched.done.stderr[-3000:]
-    assert server.histories and server.artifacts and any("loss" in h for h in server.history(*server.histories)), "the key was used"
-    assert list((folder / "work" / "runs").glob("*/wandb/run-*/logs/debug*.log")), "W&B's own logs are among what is looked through"
-    assert "done" in outputs(out) and hub.checkpoints("jane/model") and b"jane/model" in hub.read("jane/model", "README.md"), "the token was used"
+    assert server.histories and server.artifacts and any("loss" in h for h in server.history(*server.histories)), (
+        "the key was used"
+    )
+    assert list((folder / "work" / "runs").glob("*/wandb/run-*/logs/debug*.log")), (
+        "W&B's own logs are among what is looked through"
+    )
+    assert (
+        "done" in outputs(out)
+        and hub.checkpoints("jane/model")
+        and b"jane/model" in hub.read("jane/model", "README.md")
+    ), "the token was used"
     assert_clean(folder, canaries, watched)
     parameters = "-p hf_repo jane/model -p base model -p dataset texts.jsonl -p start_idx 24 -p samples 1".split()
     command = [BIN / "papermill", NBS / "evaluate.ipynb", folder / "work" / "evaluated.ipynb", *parameters]
@@ -140,7 +177,10 @@ def test_a_run_that_fails_leaves_none_not_even_in_its_exception(place):
     train = f"{BIN}/multigpu-ft train --model model --dataset texts.jsonl --tracker wandb,tensorboard --run-root mine --max-length 32 --num-epochs 300"
     begun = time.monotonic()
     watched = Watched(train.split(), cwd=folder / "work", env=environment)
-    assert watched.done.returncode == 1 and "RuntimeError: 401 for https://user:***@huggingface.co/api" in watched.done.stderr, watched.done.stderr[-3000:]
+    assert (
+        watched.done.returncode == 1
+        and "RuntimeError: 401 for https://user:***@huggingface.co/api" in watched.done.stderr
+    ), watched.done.stderr[-3000:]
     assert time.monotonic() - begun < 200
     error = next((folder / "work" / "mine").glob("*/errors/rank0.json")).read_text()
     assert "user:***@" in error

@@ -1,4 +1,5 @@
 """SkyPilot's own loader and optimizer on the tasks that are written, and their commands in a real shell. SkyPilot lives in an environment of its own."""
+
 import json
 import os
 import stat
@@ -21,9 +22,21 @@ def load(folder, *flags):
         pytest.skip("SkyPilot is not installed in .venv/skypilot")
     home = folder.parent / "home"
     home.mkdir()
-    env = {"PATH": os.environ["PATH"], "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "HF_TOKEN": "hf_of_a_user"}
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+        "HF_TOKEN": "hf_of_a_user",
+    }
     script = Path(__file__).with_name("skypilot_loader.py")
-    done = subprocess.run([SKY, script, json.dumps(flags or ["task.yaml"])], cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [SKY, script, json.dumps(flags or ["task.yaml"])],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("READ "))[5:])
 
@@ -35,22 +48,57 @@ def fake(path, script):
 
 
 def test_skypilot_reads_a_task_of_two_nodes_and_finds_a_machine(tmp_path):
-    cfg = RunConfig.preset("opt-1.3b-arxiv", dataset="s3://bucket/data/a.jsonl", end_idx=5000, hf_repo="user/opt", tracker="wandb", strategy="fsdp")
+    cfg = RunConfig.preset(
+        "opt-1.3b-arxiv",
+        dataset="s3://bucket/data/a.jsonl",
+        end_idx=5000,
+        hf_repo="user/opt",
+        tracker="wandb",
+        strategy="fsdp",
+    )
     task = deploy_skypilot(cfg, "volume:ft", num_nodes=2, out=str(tmp_path / "job"))
     read = load(tmp_path / "job", "--yes", "--detach-run", "--secret", "HF_TOKEN", "task.yaml")
-    assert read["num_nodes"] == 2 and read["accelerators"] == {"H100": 8} and read["use_spot"] and read["machine"] == "p5.48xlarge" and read["strategy_known"]
+    assert (
+        read["num_nodes"] == 2
+        and read["accelerators"] == {"H100": 8}
+        and read["use_spot"]
+        and read["machine"] == "p5.48xlarge"
+        and read["strategy_known"]
+    )
     assert read["job_recovery"] == {"strategy": "FAILOVER", "max_restarts_on_errors": 0, "recover_on_exit_codes": [75]}
-    assert read["secrets"] == ["HF_TOKEN", "WANDB_API_KEY"] and read["volumes"] == {"/runs": "ft"} and read["launch"]["entrypoint"] == ["task.yaml"]
-    assert read["file_mounts"] == {"/inputs/dataset/a.jsonl": "s3://bucket/data/a.jsonl"} and read["storage_mounts"] == {}
-    assert (read["run"], read["setup"]) == (task.task["run"], task.task["setup"]) and read["launch"]["detach_run"] and read["launch"]["yes"]
+    assert (
+        read["secrets"] == ["HF_TOKEN", "WANDB_API_KEY"]
+        and read["volumes"] == {"/runs": "ft"}
+        and read["launch"]["entrypoint"] == ["task.yaml"]
+    )
+    assert (
+        read["file_mounts"] == {"/inputs/dataset/a.jsonl": "s3://bucket/data/a.jsonl"} and read["storage_mounts"] == {}
+    )
+    assert (
+        (read["run"], read["setup"]) == (task.task["run"], task.task["setup"])
+        and read["launch"]["detach_run"]
+        and read["launch"]["yes"]
+    )
     there = RunConfig(**json.loads((tmp_path / "job" / "config.json").read_text()))
     assert there == task.config and there.run_root == "/runs" and there.dataset == "/inputs/dataset/a.jsonl"
 
 
 def test_skypilot_reads_a_task_with_a_bucket(tmp_path):
-    deploy_skypilot(RunConfig(), "s3://bucket/ft/runs", accelerators="A100:8", infra="aws", spot=False, recover=False, out=str(tmp_path / "job"))
+    deploy_skypilot(
+        RunConfig(),
+        "s3://bucket/ft/runs",
+        accelerators="A100:8",
+        infra="aws",
+        spot=False,
+        recover=False,
+        out=str(tmp_path / "job"),
+    )
     read = load(tmp_path / "job")
-    assert read["storage_mounts"] == {"/runs": ["s3://bucket/ft/runs", "MOUNT_CACHED"]} and read["machine"] == "p4d.24xlarge" and not read["use_spot"]
+    assert (
+        read["storage_mounts"] == {"/runs": ["s3://bucket/ft/runs", "MOUNT_CACHED"]}
+        and read["machine"] == "p4d.24xlarge"
+        and not read["use_spot"]
+    )
     assert read["secrets"] == [] and read["num_nodes"] == 1
 
 
@@ -64,16 +112,39 @@ def test_the_command_of_each_node(tmp_path, code):
         env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **told}
         done = subprocess.run(["bash", "-c", task.task["run"]], env=env, capture_output=True, text=True, timeout=20)
         assert done.returncode == code and not done.stderr
-        assert done.stdout.split() == ["train", "--config", "config.json", "--nnodes", "2", "--node-rank", rank, "--rdzv", "10.0.0.1:29400", "--as-job"]
+        assert done.stdout.split() == [
+            "train",
+            "--config",
+            "config.json",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            rank,
+            "--rdzv",
+            "10.0.0.1:29400",
+            "--as-job",
+        ]
 
 
 def test_what_is_packed_can_be_installed_and_starts(tmp_path):
     "pip builds the packed code, without its requirements, which are here; the command then is that code."
     deploy_skypilot(RunConfig(), "/mnt/shared", out=str(tmp_path / "job"))
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", tmp_path / "there"]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, tmp_path / "job" / "code"], check=True, timeout=200, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, tmp_path / "job" / "code"],
+        check=True,
+        timeout=200,
+        capture_output=True,
+    )
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "there")}
-    done = subprocess.run([tmp_path / "there" / "bin" / "multigpu-ft", "presets"], env=env, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    done = subprocess.run(
+        [tmp_path / "there" / "bin" / "multigpu-ft", "presets"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0 and "multigpu-ft train --preset tiny" in done.stdout, done.stderr[-2000:]
 
 
@@ -87,7 +158,11 @@ def test_submitting_hands_over_the_names_of_secrets(tmp_path, monkeypatch):
     assert not (tmp_path / "said").exists() and "not submitted" in repr(task)
     task.submit()
     said = (tmp_path / "said").read_text()
-    assert said.startswith("jobs\nlaunch\n--yes\n--detach-run\n--secret\nHF_TOKEN\ntask.yaml\n") and "hf_x" not in said and task.submitted
+    assert (
+        said.startswith("jobs\nlaunch\n--yes\n--detach-run\n--secret\nHF_TOKEN\ntask.yaml\n")
+        and "hf_x" not in said
+        and task.submitted
+    )
     assert yaml.safe_load(said.partition("task.yaml\n")[2])["secrets"] == {"HF_TOKEN": None}
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ConfigError, match="HF_TOKEN"):

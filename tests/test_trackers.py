@@ -1,4 +1,5 @@
 """W&B and TensorBoard say what metrics.jsonl says, over kills and slices, and nothing of theirs disturbs a run."""
+
 import contextlib
 import json
 import os
@@ -58,7 +59,9 @@ def assert_same_scalars(found, records):
     "W&B's history against metrics.jsonl: the same steps, each once, in order, and the same numbers."
     assert [h["_step"] for h in found] == [m["step"] for m in records]
     for h, m in zip(found, records, strict=True):
-        assert {k: v for k, v in h.items() if not k.startswith("_") and not k.startswith(("gradients/", "parameters/"))} == scalars(m)
+        assert {
+            k: v for k, v in h.items() if not k.startswith("_") and not k.startswith(("gradients/", "parameters/"))
+        } == scalars(m)
 
 
 def assert_same_curves(folder, records):
@@ -91,7 +94,11 @@ def logged_first(runs):
 
 def sync(run_dir, server):
     done = subprocess.run(
-        [BIN / "multigpu-ft", "sync", str(run_dir.path), "--json"], env={**os.environ, **server.environment}, capture_output=True, text=True, timeout=400
+        [BIN / "multigpu-ft", "sync", str(run_dir.path), "--json"],
+        env={**os.environ, **server.environment},
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["wandb"]["uploaded"]
@@ -109,14 +116,26 @@ def start_and_kill(server, cfg, enough, victim=0, **environment):
 
 # -- one curve ------------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def curve(material, server, tmp_path_factory):
     "Without a network: a run that is killed, resumed, and continued on the next slice."
     root = tmp_path_factory.mktemp("curve") / "runs"
-    cfg = faults.config(material, root, tracker="wandb,tensorboard", histogram_every=50, log_artifacts=True, num_epochs=60, save_every=20, end_idx=24)
+    cfg = faults.config(
+        material,
+        root,
+        tracker="wandb,tensorboard",
+        histogram_every=50,
+        log_artifacts=True,
+        num_epochs=60,
+        save_every=20,
+        end_idx=24,
+    )
     killed = start_and_kill(server, cfg, lambda run: len(steps_in_wandb(run)) >= 30)
     file, block = wandb_files(killed)[-1], 32_768
-    os.truncate(file, file.stat().st_size // block * block)  # W&B writes whole blocks, so this is how a kill leaves it, with the first part of a record
+    os.truncate(
+        file, file.stat().st_size // block * block
+    )  # W&B writes whole blocks, so this is how a kill leaves it, with the first part of a record
     resumed = server.finish(cfg)
     second = server.finish(cfg.replace(start_idx=24, end_idx=48, num_epochs=5))
     assert second.status()["state"] == "done", second.log_file(0).read_text()
@@ -136,14 +155,19 @@ def test_a_kill_a_resume_and_a_slice_are_one_curve(curve):
     checkpoint = json.loads((second.checkpoints()[-1] / "progress.json").read_text())
     assert checkpoint["line"] == second.status()["line"]
     assert not cores(), "W&B's process ends with its run"
-    assert all("no WANDB_API_KEY" in run.status()["remarks"][0] and "multigpu-ft sync" in run.status()["remarks"][0] for run in curve[1:])
+    assert all(
+        "no WANDB_API_KEY" in run.status()["remarks"][0] and "multigpu-ft sync" in run.status()["remarks"][0]
+        for run in curve[1:]
+    )
 
 
 def test_histograms_stand_where_they_were_taken(curve):
     board = EventAccumulator(str(curve[0].path.parent / "tensorboard" / curve[0].status()["line"]), EVERYTHING).Reload()
     name = "parameters/model.decoder.final_layer_norm.weight"
     found, last = board.Histograms(name), curve[-1].status()["step"]
-    assert [h.step for h in found] == list(range(50, last + 1, 50)) and board.Histograms(name.replace("parameters", "gradients"))
+    assert [h.step for h in found] == list(range(50, last + 1, 50)) and board.Histograms(
+        name.replace("parameters", "gradients")
+    )
     assert found[0].histogram_value.num == 32 == sum(found[0].histogram_value.bucket)
 
 
@@ -158,21 +182,37 @@ def test_what_was_logged_offline_is_uploaded_later_and_once(curve):
         assert any("gradients/model.decoder.embed_tokens.weight" in h for h in history) and len(server.histories) == 1
         assert sync(last, server) == [] and server.history(last.status()["line"]) == history
         config = json.loads(server.configs[last.status()["line"]])
-        assert config["learning_rate"]["value"] == 1e-3 and config["decided_strategy"]["value"] == "ddp" and config["decided_world_size"]["value"] == 2
-        assert server.names[last.status()["line"]] == last.name and server.groups[last.status()["line"]] == "model texts.jsonl"
+        assert (
+            config["learning_rate"]["value"] == 1e-3
+            and config["decided_strategy"]["value"] == "ddp"
+            and config["decided_world_size"]["value"] == 2
+        )
+        assert (
+            server.names[last.status()["line"]] == last.name
+            and server.groups[last.status()["line"]] == "model texts.jsonl"
+        )
     finally:
         server.close()
 
 
 def test_what_wandbs_own_command_did_not_upload_counts_as_not_uploaded(material, server, run_root, tmp_path):
     "Steps could come from metrics.jsonl then, but not the histograms, and nobody would try again."
-    run = server.finish(faults.config(material, run_root, tracker="wandb", histogram_every=5, num_epochs=1, save_every=None))
-    (tmp_path / "sitecustomize.py").write_text("import sys\nif sys.orig_argv[2:4] == ['wandb', 'sync']: raise SystemExit('no core could be started')")
+    run = server.finish(
+        faults.config(material, run_root, tracker="wandb", histogram_every=5, num_epochs=1, save_every=None)
+    )
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif sys.orig_argv[2:4] == ['wandb', 'sync']: raise SystemExit('no core could be started')"
+    )
     taking, command = WandbServer(), [BIN / "multigpu-ft", "sync", str(run.path)]
     try:
         environment = {**os.environ, **taking.environment}
-        done = subprocess.run(command, env={**environment, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 1 and f"has 0 of {run.status()['step']} steps: SystemExit: no core could be started" in done.stderr, done.stderr
+        done = subprocess.run(
+            command, env={**environment, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=400
+        )
+        assert (
+            done.returncode == 1
+            and f"has 0 of {run.status()['step']} steps: SystemExit: no core could be started" in done.stderr
+        ), done.stderr
         assert not list(run.path.glob("wandb/*/*.synced"))
         assert sync(run, taking)[0].startswith("offline-run")
         history = taking.history(run.status()["line"])
@@ -188,8 +228,14 @@ def test_a_refused_key_is_told_and_nothing_counts_as_uploaded(material, server, 
     refusing.refuse = True
     try:
         command = [BIN / "multigpu-ft", "sync", str(run.path)]
-        done = subprocess.run(command, env={**os.environ, **refusing.environment}, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 1 and "ConfigError: W&B did not take the run" in done.stderr and KEY not in done.stdout + done.stderr
+        done = subprocess.run(
+            command, env={**os.environ, **refusing.environment}, capture_output=True, text=True, timeout=120
+        )
+        assert (
+            done.returncode == 1
+            and "ConfigError: W&B did not take the run" in done.stderr
+            and KEY not in done.stdout + done.stderr
+        )
         assert not list(run.path.glob("wandb/*/*.synced"))
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 1 and "there is no WANDB_API_KEY" in done.stderr
@@ -201,7 +247,11 @@ def test_the_curve_is_kept_with_the_run(curve, tmp_path):
     "On Kaggle the disk is lost with the session."
     line = curve[-1].status()["line"]
     kept, remarks = keep_outputs(curve[-1].path, tmp_path)
-    assert not remarks and list(kept.glob("wandb/offline-run-*/*.wandb")) and list((kept.parent / "tensorboard" / line).iterdir())
+    assert (
+        not remarks
+        and list(kept.glob("wandb/offline-run-*/*.wandb"))
+        and list((kept.parent / "tensorboard" / line).iterdir())
+    )
 
 
 def test_an_experiment_on_an_older_checkpoint_is_a_curve_of_its_own(material, server, run_root):
@@ -216,6 +266,7 @@ def test_an_experiment_on_an_older_checkpoint_is_a_curve_of_its_own(material, se
 
 
 # -- W&B as it may be -----------------------------------------------------------------------------------------------
+
 
 @pytest.mark.slow
 def test_online_over_slices_and_a_death_of_wandb_itself(material, server, run_root):
@@ -262,9 +313,15 @@ def test_without_a_network(tmp_path):
     allowed = subprocess.run(["unshare", "-rn", "true"], capture_output=True)
     if allowed.returncode:
         pytest.skip(f"needs the right to unshare: {allowed.stderr.decode()}")
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(100)))
-    up = "import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sH14x', b'lo', 0x41))"
-    train = f"{BIN}/multigpu-ft train --dataset x.jsonl --tracker wandb,tensorboard --batch-size 8 --run-root runs --json"
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(100))
+    )
+    up = (
+        "import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sH14x', b'lo', 0x41))"
+    )
+    train = (
+        f"{BIN}/multigpu-ft train --dataset x.jsonl --tracker wandb,tensorboard --batch-size 8 --run-root runs --json"
+    )
     environment = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_BASE_URL": "https://api.wandb.ai"}
     command = ["unshare", "-rn", "sh", "-c", f'{sys.executable} -c "{up}" && {train}']
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
@@ -280,7 +337,9 @@ def test_without_a_network(tmp_path):
 def test_a_missing_package_is_told_before_anything_is_loaded(monkeypatch, material, run_root):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ConfigError, match=r'wandb and tensorboard, which is not installed: pip install "multigpu_ft\[tracking\]"'):
+    with pytest.raises(
+        ConfigError, match=r'wandb and tensorboard, which is not installed: pip install "multigpu_ft\[tracking\]"'
+    ):
         check_trackers(RunConfig(tracker="wandb,tensorboard"))
     check_trackers(RunConfig())
 
@@ -301,6 +360,7 @@ def test_a_full_disk_costs_no_run_and_no_point(tmp_path):
 
 
 # -- histograms -----------------------------------------------------------------------------------------------------
+
 
 def counted_on_each_rank(strategy_name):
     "On the main rank: histograms, and numpy's counts of the gathered tensors between the same edges."
@@ -339,18 +399,34 @@ def counted_on_each_rank(strategy_name):
         assert not found
         return None
     assert found.keys() == gathered.keys()
-    wrong = [n for n, h in found.items() if (np.histogram(gathered[n], bins=h.edges)[0] != h.counts).any() or h.counts.sum() != gathered[n].size]
+    wrong = [
+        n
+        for n, h in found.items()
+        if (np.histogram(gathered[n], bins=h.edges)[0] != h.counts).any() or h.counts.sum() != gathered[n].size
+    ]
     extremes = all(h.edges[0] <= gathered[n].min() and gathered[n].max() <= h.edges[-1] for n, h in found.items())
-    sums = max(abs(h.sum - gathered[n].sum(dtype=float)) + abs(h.squares - np.square(gathered[n], dtype=float).sum()) for n, h in found.items())
+    sums = max(
+        abs(h.sum - gathered[n].sum(dtype=float)) + abs(h.squares - np.square(gathered[n], dtype=float).sum())
+        for n, h in found.items()
+    )
     parameters = {n: h.counts.tolist() for n, h in found.items() if n.startswith("parameters/")}
-    return {"wrong": wrong, "extremes": extremes, "sums": float(sums), "collectives": len(calls), "parameters": parameters}
+    return {
+        "wrong": wrong,
+        "extremes": extremes,
+        "sums": float(sums),
+        "collectives": len(calls),
+        "parameters": parameters,
+    }
 
 
 @pytest.mark.slow
 def test_counts_are_numpys_however_tensors_are_spread(tmp_path):
     from multigpu_ft import launch
 
-    found = {name: launch(counted_on_each_rank, name, nproc=nproc) for name, nproc in (("single", 1), ("ddp", 2), ("fsdp", 2))}
+    found = {
+        name: launch(counted_on_each_rank, name, nproc=nproc)
+        for name, nproc in (("single", 1), ("ddp", 2), ("fsdp", 2))
+    }
     for name, result in found.items():
         assert result["wrong"] == [] and result["extremes"] and result["sums"] < 1e-6, (name, result)
         assert result["parameters"] == found["single"]["parameters"]
@@ -359,15 +435,21 @@ def test_counts_are_numpys_however_tensors_are_spread(tmp_path):
 
 # -- the kernel's side ----------------------------------------------------------------------------------------------
 
+
 def test_names_from_the_environment(monkeypatch):
     monkeypatch.setenv("RUN_NAME", "friday")
-    assert for_this_machine(RunConfig()).run_name == "friday" and for_this_machine(RunConfig(run_name="mine")).run_name == "mine"
+    assert (
+        for_this_machine(RunConfig()).run_name == "friday"
+        and for_this_machine(RunConfig(run_name="mine")).run_name == "mine"
+    )
     monkeypatch.setenv("RUN_NAME", "no/path")
     with pytest.raises(ConfigError, match="names a folder"):
         for_this_machine(RunConfig())
 
 
-@pytest.mark.parametrize("statement", ["import multigpu_ft", "from multigpu_ft import launch", "import multigpu_ft.cli"])
+@pytest.mark.parametrize(
+    "statement", ["import multigpu_ft", "from multigpu_ft import launch", "import multigpu_ft.cli"]
+)
 def test_importing_brings_no_tracker(statement):
     code = f"import sys; {statement}; loaded = set(sys.modules) & {{'wandb', 'tensorboard', 'tensorflow', 'torch'}}; assert not loaded, loaded"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)

@@ -1,4 +1,5 @@
 """Adapters, quantized weights, conversations and labels: every combination that is allowed, and what is said about the others."""
+
 import json
 import re
 
@@ -32,10 +33,14 @@ def tuned(models):
 @pytest.mark.parametrize("architecture", [name if name == "opt" else slow(name) for name in adapters.ARCHITECTURES])
 def test_every_tuning_trains_resumes_and_exports_under_every_strategy(architecture, models, tuned, run_root):
     labelled = {"eval_dataset": str(models / "few.jsonl")} if adapters.is_classifier(architecture) else {}
-    (models / "few.jsonl").write_text("".join((models / "texts.jsonl").read_text().splitlines(keepends=True)[:13]))  # 13 are 7 and 6
+    (models / "few.jsonl").write_text(
+        "".join((models / "texts.jsonl").read_text().splitlines(keepends=True)[:13])
+    )  # 13 are 7 and 6
     cells = [
         adapters.try_cell(tuned, models, run_root / tuning / strategy, architecture, tuning, strategy, **labelled)
-        for tuning in adapters.TUNINGS for strategy in adapters.STRATEGIES if not adapters.refused(architecture, tuning, strategy)
+        for tuning in adapters.TUNINGS
+        for strategy in adapters.STRATEGIES
+        if not adapters.refused(architecture, tuning, strategy)
     ]
     assert len(cells) == 11, "all but 8 bit under fsdp"
     single = {cell["tuning"]: cell for cell in cells if cell["strategy"] == "single"}
@@ -47,8 +52,13 @@ def test_every_tuning_trains_resumes_and_exports_under_every_strategy(architectu
         assert max(map(adapters.difference, cell["losses"], alike["losses"])) < tolerance, where
         if labelled:
             assert cell["eval_after"]["loss"] == pytest.approx(alike["eval_after"]["loss"], rel=tolerance)
-            assert round(cell["eval_after"]["accuracy"] * 13, 9).is_integer() and cell["eval_after"]["accuracy"] == alike["eval_after"]["accuracy"], where
-    assert single["lora"]["checkpoint_bytes"] < single["full"]["checkpoint_bytes"] / 2, "a checkpoint beside an adapter holds what is trained"
+            assert (
+                round(cell["eval_after"]["accuracy"] * 13, 9).is_integer()
+                and cell["eval_after"]["accuracy"] == alike["eval_after"]["accuracy"]
+            ), where
+    assert single["lora"]["checkpoint_bytes"] < single["full"]["checkpoint_bytes"] / 2, (
+        "a checkpoint beside an adapter holds what is trained"
+    )
     for folder, (found, expected) in adapters.reload([folder for cell in cells for folder in cell["exports"]]).items():
         assert found == pytest.approx(expected, abs=1e-4), folder
 
@@ -59,7 +69,11 @@ def test_half_precision_trains_an_adapter_of_fp32(models, tuned, run_root):
 
     for tuning, strategy in (("qlora", "fsdp"), ("lora", "ddp"), ("lora8bit", "ddp")):
         runs = [
-            tuned.finish(adapters.config(models, run_root / dtype / tuning, "qwen3", tuning, strategy, dtype=dtype, lora_dropout=0.05))
+            tuned.finish(
+                adapters.config(
+                    models, run_root / dtype / tuning, "qwen3", tuning, strategy, dtype=dtype, lora_dropout=0.05
+                )
+            )
             for dtype in ("fp32", "fp16")
         ]
         assert all(run.status()["state"] == "done" for run in runs), runs[-1].log_file(0).read_text()[-2000:]
@@ -67,13 +81,17 @@ def test_half_precision_trains_an_adapter_of_fp32(models, tuned, run_root):
         assert max(map(adapters.difference, *map(adapters.losses, runs))) < 0.01
         for path in runs[1].checkpoints()[-1].glob("rank*.safetensors"):
             with safe_open(path, framework="pt") as file:
-                assert {file.get_tensor(name).dtype for name in file.keys() if name.startswith("model/")} <= {torch.float32}
+                assert {file.get_tensor(name).dtype for name in file.keys() if name.startswith("model/")} <= {
+                    torch.float32
+                }
         load_export(runs[1].status()["export"])
         load_export(runs[1].status()["merged"])
 
 
 def test_the_decision_is_told(models, tuned, run_root):
-    run = tuned.finish(adapters.config(models, run_root, "bert", "lora", "ddp", lora_r=2, lora_target_modules="query-value"))
+    run = tuned.finish(
+        adapters.config(models, run_root, "bert", "lora", "ddp", lora_r=2, lora_target_modules="query-value")
+    )
     assert run.status()["remarks"] == ["trains 578 of 22,884 parameters (2.53%); quantization none: no GPU"]
 
 
@@ -102,8 +120,10 @@ THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 PLAIN = "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
 TEMPLATES = {  # what opens and closes an assistant's turn
-    "ChatML": (CHATML, "<|im_start|>assistant\n", "<|im_end|>"), "ChatML with generation tags": (CHATML_MARKED, "<|im_start|>assistant\n", "<|im_end|>"),
-    "Llama 3": (LLAMA3, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"), "Qwen3": (THINKING, "<|im_start|>assistant\n", "<|im_end|>"),
+    "ChatML": (CHATML, "<|im_start|>assistant\n", "<|im_end|>"),
+    "ChatML with generation tags": (CHATML_MARKED, "<|im_start|>assistant\n", "<|im_end|>"),
+    "Llama 3": (LLAMA3, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+    "Qwen3": (THINKING, "<|im_start|>assistant\n", "<|im_end|>"),
     "no special tokens": (PLAIN, "### assistant: ", "</s>"),
 }
 
@@ -113,7 +133,14 @@ def chat_tokenizer():
     from multigpu_ft.models import load_tokenizer
 
     tokenizer = load_tokenizer(RunConfig())
-    marks = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    marks = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     return tokenizer
 
@@ -131,7 +158,10 @@ def test_only_what_the_assistant_says_is_learnt_token_by_token(name, chat_tokeni
     template, opening, closing = TEMPLATES[name]
     singles = [json.loads(line)["messages"] for line in open(shared_data / "questions.jsonl")][:300]
     system = [{"role": "system", "content": "Answer briefly. You are the assistant: it says so here."}]
-    chats = [*singles[:200], *([*system, *a, *b, *c] for a, b, c in zip(singles[200::3], singles[201::3], singles[202::3], strict=False))]
+    chats = [
+        *singles[:200],
+        *([*system, *a, *b, *c] for a, b, c in zip(singles[200::3], singles[201::3], singles[202::3], strict=False)),
+    ]
     chat_tokenizer.chat_template = template
     texts, wrong = tokenize_chats(chats, chat_tokenizer, 4096), 0
     for number, messages in enumerate(chats):
@@ -160,29 +190,48 @@ def test_a_conversation_cut_before_its_answer_counts_nothing(chat_tokenizer):
 
 @pytest.mark.slow
 def test_a_chat_model_learns_real_conversations(shared_data, run_root):
-    run = launch(RunConfig(run_root=str(run_root), task="chat", dataset=str(shared_data / "questions.jsonl"), end_idx=160, tuning="lora", learning_rate=1e-2))
+    run = launch(
+        RunConfig(
+            run_root=str(run_root),
+            task="chat",
+            dataset=str(shared_data / "questions.jsonl"),
+            end_idx=160,
+            tuning="lora",
+            learning_rate=1e-2,
+        )
+    )
     assert run.status["loss_after"] < run.status["loss_before"] - 0.1
     model, tokenizer = load_export(run.status["export"])
-    assert "assistant" in tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    assert "assistant" in tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
 
+
 def failure(server, cfg):
     run = server.finish(cfg)
     assert run.status()["state"] != "done"
-    return "".join(json.loads(path.read_text())["message"]["message"] for path in sorted(run.path.glob("errors/*.json"))) or run.log_file(0).read_text()
+    return (
+        "".join(json.loads(path.read_text())["message"]["message"] for path in sorted(run.path.glob("errors/*.json")))
+        or run.log_file(0).read_text()
+    )
 
 
 def test_bad_labels_and_conversations_are_named_with_file_line_and_value(models, tuned, run_root, tmp_path):
     def told(rows, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return failure(tuned, adapters.config(models, run_root, "bert", "full", "single", dataset=str(path), **settings))
+        return failure(
+            tuned, adapters.config(models, run_root, "bert", "full", "single", dataset=str(path), **settings)
+        )
 
     text = {"text": "w1 w2"}
     assert "rows.jsonl (line 3): label 5 is out of range" in told([{**text, "label": label} for label in (0, 1, 5)])
-    assert "rows.jsonl (line 2): label 'good' is a name, those before it are each a whole number" in told([{**text, "label": label} for label in (0, "good")])
+    assert "rows.jsonl (line 2): label 'good' is a name, those before it are each a whole number" in told(
+        [{**text, "label": label} for label in (0, "good")]
+    )
     assert "rows.jsonl (line 2): label None is a NoneType" in told([{**text, "label": label} for label in (0, None)])
     assert "has no field 'label'; its fields are: text" in told([text])
     talk = {"messages": [{"role": "user", "content": "w1"}]}
@@ -191,7 +240,9 @@ def test_bad_labels_and_conversations_are_named_with_file_line_and_value(models,
 
 def test_unknown_target_modules_list_those_there_are(models, tuned, run_root):
     said = failure(tuned, adapters.config(models, run_root, "opt", "lora", "single", lora_target_modules="q_prj"))
-    assert "no linear layer 'q_prj' (did you mean 'q_proj'?); it has: k_proj, v_proj, q_proj, out_proj, fc1, fc2." in said
+    assert (
+        "no linear layer 'q_prj' (did you mean 'q_proj'?); it has: k_proj, v_proj, q_proj, out_proj, fc1, fc2." in said
+    )
 
 
 def test_another_head_or_adapter_is_no_continuation(models, tuned, run_root, tmp_path):
@@ -211,12 +262,16 @@ def test_another_head_or_adapter_is_no_continuation(models, tuned, run_root, tmp
 def test_a_classifier_keeps_its_head_only_for_its_labels(models, tuned, run_root, tmp_path):
     "An export is a model to go on from."
     first = tuned.finish(adapters.config(models, run_root, "bert", "full", "single"))
-    again = adapters.config(models, run_root, "bert", "full", "single", model=first.status()["export"], resume_file="none")
+    again = adapters.config(
+        models, run_root, "bert", "full", "single", model=first.status()["export"], resume_file="none"
+    )
     second = tuned.finish(again)
     assert second.status()["loss_before"] == pytest.approx(first.status()["loss_after"], rel=1e-5)
     path = tmp_path / "three.jsonl"
     path.write_text("".join(json.dumps({"text": "w1", "label": i % 3}) + "\n" for i in range(6)))
-    assert "has a head for other labels than the 3 of the data (0, 1, 2)" in failure(tuned, again.replace(dataset=str(path), end_idx=None))
+    assert "has a head for other labels than the 3 of the data (0, 1, 2)" in failure(
+        tuned, again.replace(dataset=str(path), end_idx=None)
+    )
 
 
 def test_presets_name_real_hub_models_and_what_they_need(capsys, monkeypatch):
@@ -227,13 +282,21 @@ def test_presets_name_real_hub_models_and_what_they_need(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert all(f"multigpu-ft train --preset {name}" in shown for name in PRESETS)
     bert = RunConfig.preset("bert-sst2-lora")
-    assert (bert.lora_r, bert.lora_alpha, bert.lora_target_modules, bert.lora_dropout, bert.batch_size, bert.num_epochs) == (8, 16, "query,value", 0.05, 64, 1)
+    assert (
+        bert.lora_r,
+        bert.lora_alpha,
+        bert.lora_target_modules,
+        bert.lora_dropout,
+        bert.batch_size,
+        bert.num_epochs,
+    ) == (8, 16, "query,value", 0.05, 64, 1)
     distilbert = RunConfig.preset("distilbert-sst2")
     assert (distilbert.max_length, distilbert.lr_scheduler, distilbert.warmup_steps) == (128, "linear", 0)
     assert RunConfig.preset("qwen3-14b-qlora").strategy == "fsdp"
 
 
 # -- real weights ---------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.slow
 def test_a_real_encoder_learns_sentiment(shared_data, run_root):
@@ -244,5 +307,9 @@ def test_a_real_encoder_learns_sentiment(shared_data, run_root):
     sys.path.insert(0, str(adapters.Path(__file__).parents[1] / "bench"))
     from classification import config
 
-    run = launch(config(shared_data / "sst2", run_root, "full", end_idx=960, eval_every=None, eval_end_idx=400, learning_rate=1e-4))
+    run = launch(
+        config(
+            shared_data / "sst2", run_root, "full", end_idx=960, eval_every=None, eval_end_idx=400, learning_rate=1e-4
+        )
+    )
     assert run.status["eval_after"]["accuracy"] > run.status["eval_before"]["accuracy"] + 0.15

@@ -1,4 +1,5 @@
 """Accelerate and ZeRO: everything around a strategy is the same as with any other, and what cannot be is refused."""
+
 import importlib.util
 import itertools
 import json
@@ -19,7 +20,9 @@ STRATEGIES = ("ddp", "fsdp", *(way["strategy"] for way in WAYS))
 
 @pytest.fixture(scope="module")
 def server(material):
-    started = faults.Server(material / "model", "accelerate", "deepspeed", "peft", "transformers.models.bert.modeling_bert")
+    started = faults.Server(
+        material / "model", "accelerate", "deepspeed", "peft", "transformers.models.bert.modeling_bert"
+    )
     yield started
     started.close()
 
@@ -52,14 +55,23 @@ def first_halves(tmp_path_factory, server):
     def run(name, **settings):
         cfg = faults.config(models, root / name, **{"model": str(models / "opt"), "save_every": None, **settings})
         return Run(server.finish(cfg))
+
     whole = run("whole", strategy="ddp")
-    return run, [m["loss"] for m in whole.metrics], {strategy: run(strategy, strategy=strategy, num_epochs=1) for strategy in STRATEGIES}
+    return (
+        run,
+        [m["loss"] for m in whole.metrics],
+        {strategy: run(strategy, strategy=strategy, num_epochs=1) for strategy in STRATEGIES},
+    )
 
 
-@pytest.mark.parametrize("one, other", [
-    pair if pair in (("ddp", "zero1"), ("fsdp", "zero3"), ("zero3", "fsdp"), ("zero2", "ddp")) else slow(*pair)
-    for pair in itertools.permutations(STRATEGIES, 2) if "zero" in "".join(pair)
-])
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        pair if pair in (("ddp", "zero1"), ("fsdp", "zero3"), ("zero3", "fsdp"), ("zero2", "ddp")) else slow(*pair)
+        for pair in itertools.permutations(STRATEGIES, 2)
+        if "zero" in "".join(pair)
+    ],
+)
 def test_a_checkpoint_of_one_strategy_goes_on_under_another(first_halves, one, other):
     run, expected, halves = first_halves
     second = run(f"{one}-{other}", strategy=other, resume_file=str(halves[one].dir.checkpoints()[-1]))
@@ -70,7 +82,9 @@ def test_a_checkpoint_of_one_strategy_goes_on_under_another(first_halves, one, o
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks_go_on_as_one(first_halves, stage):
     run, expected, halves = first_halves
-    second = run(f"one-{stage}", strategy=f"zero{stage}", nproc=1, resume_file=str(halves[f"zero{stage}"].dir.checkpoints()[-1]))
+    second = run(
+        f"one-{stage}", strategy=f"zero{stage}", nproc=1, resume_file=str(halves[f"zero{stage}"].dir.checkpoints()[-1])
+    )
     assert [m["loss"] for m in second.metrics] == pytest.approx(expected[len(expected) // 2 :], rel=1e-5)
 
 
@@ -90,7 +104,9 @@ def test_exports_are_the_trained_model(first_halves):
     assert all(loss == pytest.approx(losses["ddp"], rel=1e-5) for loss in losses.values()), losses
 
 
-@pytest.mark.parametrize("architecture, tuning", [("opt", "lora"), slow("opt", "qlora"), ("bert", "full"), slow("bert", "lora")])
+@pytest.mark.parametrize(
+    "architecture, tuning", [("opt", "lora"), slow("opt", "qlora"), ("bert", "full"), slow("bert", "lora")]
+)
 def test_adapters_and_labels_are_trained_as_under_ddp(first_halves, server, tmp_path, architecture, tuning):
     models = adapters.Path(first_halves[2]["ddp"].config.model).parent
     found = {}
@@ -98,7 +114,9 @@ def test_adapters_and_labels_are_trained_as_under_ddp(first_halves, server, tmp_
         if (strategy, tuning) == ("zero3", "qlora"):
             continue
         evaluated = {"eval_dataset": str(models / "texts.jsonl"), "eval_every": 4} if architecture == "bert" else {}
-        run = Run(server.finish(adapters.config(models, tmp_path / strategy, architecture, tuning, strategy, **evaluated)))
+        run = Run(
+            server.finish(adapters.config(models, tmp_path / strategy, architecture, tuning, strategy, **evaluated))
+        )
         assert run.state == "done", run.logs(0)[-2000:]
         load_export(run.status["export"])
         found[strategy] = [m["loss"] for m in run.metrics] + [m["eval_loss"] for m in run.metrics if "eval_loss" in m]
@@ -106,10 +124,17 @@ def test_adapters_and_labels_are_trained_as_under_ddp(first_halves, server, tmp_
         assert losses == pytest.approx(found["ddp"], rel=1e-5)
 
 
-@pytest.mark.parametrize("settings", [
-    {"strategy": "zero2", "offload": "optimizer"}, {"strategy": "zero3", "offload": "all"}, {"strategy": "zero3", "activation_checkpointing": "full"},
-    {"strategy": "zero1", "max_grad_norm": None}, {"strategy": "zero2", "tracker": "tensorboard", "histogram_every": 3},
-], ids=lambda settings: " ".join(map(str, settings.values())))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "zero2", "offload": "optimizer"},
+        {"strategy": "zero3", "offload": "all"},
+        {"strategy": "zero3", "activation_checkpointing": "full"},
+        {"strategy": "zero1", "max_grad_norm": None},
+        {"strategy": "zero2", "tracker": "tensorboard", "histogram_every": 3},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
 def test_what_else_can_be_set(first_halves, settings):
     run, expected, _ = first_halves
     found = run("-".join(map(str, settings.values())), **settings)
@@ -123,16 +148,35 @@ def test_what_else_can_be_set(first_halves, settings):
 def test_half_precision_is_that_of_ddp(first_halves, stage, dtype, tolerance):
     run, expected, _ = first_halves
     found = run(f"{dtype}-{stage}", strategy=f"zero{stage}", dtype=dtype)
-    assert [m["loss"] for m in found.metrics] == pytest.approx(expected, rel=tolerance) and found.status["skipped_steps"] == 0
+    assert [m["loss"] for m in found.metrics] == pytest.approx(expected, rel=tolerance) and found.status[
+        "skipped_steps"
+    ] == 0
 
 
 def test_ones_own_deepspeed_json(first_halves, tmp_path):
     run, expected, _ = first_halves
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5000}}))
+    path.write_text(
+        json.dumps(
+            {
+                "train_batch_size": "auto",
+                "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5000},
+            }
+        )
+    )
     found = run("own", strategy="zero2", deepspeed_config=str(path))
     assert [m["loss"] for m in found.metrics] == pytest.approx(expected, rel=1e-5)
-    path.write_text(json.dumps({"zero_optimization": {"stage3_max_live_parameters": 1000, "stage3_max_reuse_distance": 1000, "sub_group_size": 999}}))
+    path.write_text(
+        json.dumps(
+            {
+                "zero_optimization": {
+                    "stage3_max_live_parameters": 1000,
+                    "stage3_max_reuse_distance": 1000,
+                    "sub_group_size": 999,
+                }
+            }
+        )
+    )
     found = run("lean", strategy="zero3", deepspeed_config=str(path))
     assert [m["loss"] for m in found.metrics] == pytest.approx(expected, rel=1e-5)
     path.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": "large"}}))
@@ -140,45 +184,77 @@ def test_ones_own_deepspeed_json(first_halves, tmp_path):
     assert failed.status["state"] != "done" and "zero_optimization.reduce_bucket_size='large'" in error_of(failed.dir)
 
 
-@pytest.mark.parametrize("settings, said", [
-    ({"zero_optimization": {"stage": 3}}, 'strategy=\'zero2\' means 2'), ({"gradient_accumulation_steps": 8}, "accum_steps=1 means 1"),
-    ({"gradient_clipping": 5.0}, "max_grad_norm=1.0 means 1.0"), ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
-    ({"zero_optimization": {"reduce_bucket": 1}}, "did you mean 'reduce_bucket_size'"), ({"fp16": True}, "no object"), ([], "holds a list"),
-    ({"zero_optimization": {"round_robin_gradients": True}}, "nothing that this package makes use of"),
-    ({"zero_optimization": {"cpu_offload": True}}, "remove it"),
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, "summed in fp32"), ({"train_batch_size": 7}, "= 8"),
-    ({"scheduler": {"type": "WarmupLR"}}, "lr_scheduler"), ({"bf16": {"enabled": True}}, "dtype='fp32' means false"), ("{", "is no JSON"),
-])
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"zero_optimization": {"stage": 3}}, "strategy='zero2' means 2"),
+        ({"gradient_accumulation_steps": 8}, "accum_steps=1 means 1"),
+        ({"gradient_clipping": 5.0}, "max_grad_norm=1.0 means 1.0"),
+        ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
+        ({"zero_optimization": {"reduce_bucket": 1}}, "did you mean 'reduce_bucket_size'"),
+        ({"fp16": True}, "no object"),
+        ([], "holds a list"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "nothing that this package makes use of"),
+        ({"zero_optimization": {"cpu_offload": True}}, "remove it"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "summed in fp32"),
+        ({"train_batch_size": 7}, "= 8"),
+        ({"scheduler": {"type": "WarmupLR"}}, "lr_scheduler"),
+        ({"bf16": {"enabled": True}}, "dtype='fp32' means false"),
+        ("{", "is no JSON"),
+    ],
+)
 def test_a_json_that_contradicts_is_refused_before_anything_starts(tmp_path, settings, said):
     path = tmp_path / "ds.json"
     path.write_text(settings if isinstance(settings, str) else json.dumps(settings))
     with pytest.raises(ConfigError, match="deepspeed_config") as error:
-        launch(RunConfig(strategy="zero2", dtype="fp32", nproc=2, deepspeed_config=str(path), run_root=str(tmp_path / "runs")))
+        launch(
+            RunConfig(
+                strategy="zero2", dtype="fp32", nproc=2, deepspeed_config=str(path), run_root=str(tmp_path / "runs")
+            )
+        )
     assert said in str(error.value) and not (tmp_path / "runs").exists()
 
 
 def test_the_json_travels_with_the_run(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"overlap_comm": false}}')
-    run = launch(RunConfig(strategy="zero1", deepspeed_config=str(path), run_root=str(tmp_path / "runs"), end_idx=60, max_steps=2), wait=False)
+    run = launch(
+        RunConfig(
+            strategy="zero1", deepspeed_config=str(path), run_root=str(tmp_path / "runs"), end_idx=60, max_steps=2
+        ),
+        wait=False,
+    )
     path.unlink()
-    assert run.wait().state == "done" and json.loads(run.config.deepspeed_config)["zero_optimization"] == {"overlap_comm": False}
+    assert run.wait().state == "done" and json.loads(run.config.deepspeed_config)["zero_optimization"] == {
+        "overlap_comm": False
+    }
 
 
 @pytest.mark.parametrize("package", ["deepspeed", "accelerate"])
 def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch, package):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
-    with pytest.raises(ConfigError, match=rf"needs {package}, which is not installed: pip install 'multigpu_ft\[deepspeed\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"needs {package}, which is not installed: pip install 'multigpu_ft\[deepspeed\]'"
+    ):
         launch(RunConfig(strategy="zero2", run_root=str(tmp_path / "runs")))
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("settings", [
-    {"strategy": "zero3", "tuning": "qlora"}, {"strategy": "zero3", "tuning": "lora8bit"}, {"strategy": "zero2", "optimizer": "adamw_8bit"},
-    {"strategy": "zero2", "offload": "all"}, {"strategy": "fsdp", "offload": "optimizer"}, {"strategy": "ddp", "deepspeed_config": "ds.json"},
-    {"strategy": "zero3", "compile": True}, {"strategy": "zero4"},
-], ids=lambda settings: " ".join(map(str, settings.values())))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "zero3", "tuning": "qlora"},
+        {"strategy": "zero3", "tuning": "lora8bit"},
+        {"strategy": "zero2", "optimizer": "adamw_8bit"},
+        {"strategy": "zero2", "offload": "all"},
+        {"strategy": "fsdp", "offload": "optimizer"},
+        {"strategy": "ddp", "deepspeed_config": "ds.json"},
+        {"strategy": "zero3", "compile": True},
+        {"strategy": "zero4"},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
 def test_what_does_not_go_together(settings):
     with pytest.raises(ConfigError, match="use|zero3"):
         RunConfig(**settings)
@@ -189,7 +265,15 @@ def test_the_estimate_has_the_shares_that_were_measured():
     "Bytes an element, as `test_zero_halves_what_it_says_on_two_ranks` measures them; the optimizer's are moments and copies in fp32."
     held = {}
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
-        cfg = RunConfig(strategy=strategy, dtype="fp32", model="facebook/opt-125m", dataset="none/none", batch_size=1, max_length=64, accum_steps=2)
+        cfg = RunConfig(
+            strategy=strategy,
+            dtype="fp32",
+            model="facebook/opt-125m",
+            dataset="none/none",
+            batch_size=1,
+            max_length=64,
+            accum_steps=2,
+        )
         with simulations() as ask:
             found = ask(cfg.replace(activation_checkpointing="none"), find_gpu("T4"), 2)
         most = {}
@@ -198,8 +282,12 @@ def test_the_estimate_has_the_shares_that_were_measured():
                 most[name] = max(most.get(name, 0), peak["categories"][name] / found["parameters"])
         held[strategy] = most
     assert held["zero1"]["optimizer"] == held["zero2"]["optimizer"] == pytest.approx(4 + 2, rel=0.01)
-    assert held["zero3"]["optimizer"] == pytest.approx(4, rel=0.01) and held["zero3"]["parameters"] == pytest.approx(2 + 2, rel=0.01)
-    assert held["zero1"]["gradients"] >= 4 and held["zero2"]["gradients"] == held["zero3"]["gradients"] == pytest.approx(2, rel=0.01)
+    assert held["zero3"]["optimizer"] == pytest.approx(4, rel=0.01) and held["zero3"]["parameters"] == pytest.approx(
+        2 + 2, rel=0.01
+    )
+    assert held["zero1"]["gradients"] >= 4 and held["zero2"]["gradients"] == held["zero3"][
+        "gradients"
+    ] == pytest.approx(2, rel=0.01)
 
 
 SCRIPT = """

@@ -1,4 +1,5 @@
 """As much of a W&B server as the client needs: it keeps the history of each run, as the client streams it."""
+
 import gzip
 import json
 import socket
@@ -77,14 +78,36 @@ class WandbServer:
             for store, key in ((self.configs, "config"), (self.names, "displayName"), (self.groups, "groupName")):
                 if variables.get(key):
                     store[name] = variables[key]
-            bucket = {"id": f"id-{name}", "name": name, "displayName": name, "description": "", "config": None, "sweepName": None, "project": project}
+            bucket = {
+                "id": f"id-{name}",
+                "name": name,
+                "displayName": name,
+                "description": "",
+                "config": None,
+                "sweepName": None,
+                "project": project,
+            }
             return {"upsertBucket": {"bucket": {**bucket, "historyLineCount": len(lines)}, "inserted": new}}
         if operation == "RunResumeStatus":
             lines = self.histories.get(name)
-            bucket = None if lines is None else {
-                "id": f"id-{name}", "name": name, "displayName": name, "summaryMetrics": "{}", "config": "{}", "wandbConfig": '{"t": 1}', "tags": [],
-                "logLineCount": 0, "eventsLineCount": 0, "historyLineCount": len(lines), "historyTail": json.dumps(lines[-1:]), "eventsTail": "[]",
-            }
+            bucket = (
+                None
+                if lines is None
+                else {
+                    "id": f"id-{name}",
+                    "name": name,
+                    "displayName": name,
+                    "summaryMetrics": "{}",
+                    "config": "{}",
+                    "wandbConfig": '{"t": 1}',
+                    "tags": [],
+                    "logLineCount": 0,
+                    "eventsLineCount": 0,
+                    "historyLineCount": len(lines),
+                    "historyTail": json.dumps(lines[-1:]),
+                    "eventsTail": "[]",
+                }
+            )
             return {"model": {**project, "bucket": bucket}}
         if operation == "CreateRunFiles":
             files = [{"name": f, "uploadUrl": f"{self.environment['WANDB_BASE_URL']}/put"} for f in variables["files"]]
@@ -95,8 +118,14 @@ class WandbServer:
             return {"project": None}
         if operation == "CreateArtifact":
             given = variables["input"]
-            self.artifacts.append((given["artifactCollectionName"], given["artifactTypeName"], {a["alias"] for a in given["aliases"]}))
-            artifact = {"id": str(len(self.artifacts)), "state": "COMMITTED", "artifactSequence": {"id": "s", "latestArtifact": None}}
+            self.artifacts.append(
+                (given["artifactCollectionName"], given["artifactTypeName"], {a["alias"] for a in given["aliases"]})
+            )
+            artifact = {
+                "id": str(len(self.artifacts)),
+                "state": "COMMITTED",
+                "artifactSequence": {"id": "s", "latestArtifact": None},
+            }
             return {"createArtifact": {"artifact": artifact}}
         return {}
 
