@@ -1,8 +1,8 @@
 # make demo   a fine-tuning run from a notebook, start to finish      make test   the gate      make test-slow   its long proofs
 PYTHON ?= python3
 BIN := .venv/bin
-# notebooks that tests run, under papermill
-RECIPES := '^[_.]|^train|^slices|^evaluate|^generate|^guide'
+# tests run recipes and guides, under papermill
+MODULES := --skip_file_re '^[_.]|^(train|slices|evaluate|generate)\.ipynb' --skip_folder_re '^[_.]|^guides'
 
 .PHONY: help install demo test test-slow faults bench dist audit clean
 help:
@@ -33,14 +33,14 @@ test: install .venv/skypilot/installed
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
 	git diff --exit-code
-	$(BIN)/nbdev_test --n_workers 2 --skip_file_re $(RECIPES)
+	$(BIN)/nbdev_test --n_workers 2 $(MODULES)
 	@# the workers share the cores, and where torch has more threads than there are cores they wait for each other: steps of 1.8 s instead of 0.02
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 # what takes long: every architecture, moment of a kill and cut of a link, the longer guides, cells that start processes
 test-slow: install
-	$(BIN)/nbdev_test --n_workers 2 --flags slow --skip_file_re $(RECIPES)
+	$(BIN)/nbdev_test --n_workers 2 --flags slow $(MODULES)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
 
 faults: install

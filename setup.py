@@ -3,7 +3,7 @@
 from configparser import ConfigParser
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 parser = ConfigParser(delimiters=["="])
@@ -22,7 +22,7 @@ setup(
     license_files=["LICENSE"],
     url=cfg["git_url"],
     keywords=cfg["keywords"].split(),
-    packages=[cfg["lib_path"]],
+    packages=find_packages(include=["multigpu_ft*"]),
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from multigpu_ft import RunConfig, launch
-from multigpu_ft.launcher import save_png
+from multigpu_ft.display.plots import save_png
 
 WAYS = {
     "single, 8 rows": {"strategy": "single", "batch_size": 8},

@@ -72,7 +72,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset", type=Path, default=ROOT.parent / "shared" / "data" / "abstracts.jsonl")
     options = parser.parse_args()
-    from multigpu_ft.data import builtin_corpus
+    from multigpu_ft.data.sources import builtin_corpus
 
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as tmp:

@@ -98,8 +98,8 @@ def make_qwen3(root):
     "A Qwen3 of 2 million parameters with the built-in tokenizer."
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from multigpu_ft.config import RunConfig
-    from multigpu_ft.models import load_tokenizer
+    from multigpu_ft.models.loading import load_tokenizer
+    from multigpu_ft.run.config import RunConfig
 
     folder, tokenizer = root / "qwen3-tiny", load_tokenizer(RunConfig())
     config = Qwen3Config(

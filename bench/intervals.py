@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from multigpu_ft.comparisons import BETTER, NO_DIFFERENCE, Comparison, Scores
-from multigpu_ft.measures import ratio_estimates, share_difference, share_estimate
+from multigpu_ft.evaluation.comparison import BETTER, NO_DIFFERENCE, Comparison, Scores
+from multigpu_ft.evaluation.statistics import ratio_estimates, share_difference, share_estimate
 
 SHAPES = {}
 DRAWS = 2000  # of the bootstrap; an evaluation draws 10,000

@@ -39,7 +39,7 @@ def make(folder):
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from multigpu_ft import RunConfig
-    from multigpu_ft.models import load_tokenizer
+    from multigpu_ft.models.loading import load_tokenizer
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
@@ -58,12 +58,13 @@ def be_rank(arm, folder):
     from torch.distributed.fsdp import fully_shard
 
     from multigpu_ft import RunConfig
-    from multigpu_ft.adapters import add_adapter
-    from multigpu_ft.choosing import make_strategy
-    from multigpu_ft.loading import share_quantization
-    from multigpu_ft.losses import LossModel
-    from multigpu_ft.models import load_model, load_shell, load_tokenizer, transformer_blocks
-    from multigpu_ft.strategies import join_world
+    from multigpu_ft.distributed.weights import share_quantization
+    from multigpu_ft.distributed.world import join_world
+    from multigpu_ft.models.blocks import transformer_blocks
+    from multigpu_ft.models.loading import load_model, load_shell, load_tokenizer
+    from multigpu_ft.models.lora import add_adapter
+    from multigpu_ft.models.loss import LossModel
+    from multigpu_ft.training.setup import make_strategy
 
     torch.set_num_threads(1)
     tuning, precision = ARMS[arm]

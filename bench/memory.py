@@ -25,18 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from multigpu_ft.batches import Step
-from multigpu_ft.choosing import make_strategy
-from multigpu_ft.config import RunConfig
-from multigpu_ft.estimates import estimate
-from multigpu_ft.gpus import GPU, find_gpu
-from multigpu_ft.loading import places
-from multigpu_ft.models import choose_quantization
-from multigpu_ft.preparing import load_base, put_under, with_loss
-from multigpu_ft.simulation import NoTokenizer, longest_batch, simulate
-from multigpu_ft.strategies import DDP, FSDP, compute_dtype, join_world
-from multigpu_ft.tracking import Stopwatch
-from multigpu_ft.training import train_step
+from multigpu_ft.data.batches import Step
+from multigpu_ft.distributed.strategies import DDP, FSDP
+from multigpu_ft.distributed.weights import places
+from multigpu_ft.distributed.world import compute_dtype, join_world
+from multigpu_ft.memory.api import estimate
+from multigpu_ft.memory.simulation import NoTokenizer, longest_batch, simulate
+from multigpu_ft.models.quantization import choose_quantization
+from multigpu_ft.run.config import RunConfig
+from multigpu_ft.run.environment import GPU, find_gpu
+from multigpu_ft.tracking.metrics import Stopwatch
+from multigpu_ft.training.setup import load_base, make_strategy, put_under, with_loss
+from multigpu_ft.training.step import train_step
 
 RESULTS = Path(__file__).parent / "results"
 OPT = {
@@ -340,7 +340,7 @@ class OnOneGPU:
 
 def measure_on_gpu(cfg: RunConfig) -> dict[str, float]:
     "Peaks of two real steps on a GPU, rank 0 of 2, in bytes. What is gathered from the other rank is whatever was in memory."
-    from multigpu_ft.simulation import _join, _World
+    from multigpu_ft.memory.simulation import _join, _World
 
     _join(2)
     device = torch.device("cuda", 0)
@@ -350,7 +350,7 @@ def measure_on_gpu(cfg: RunConfig) -> dict[str, float]:
     quantization, _ = choose_quantization(cfg, 2, device)
     dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, device)
     kind = type("Strategy", (OnOneGPU, {"ddp": DDP, "fsdp": FSDP}[cfg.strategy]), {})
-    from multigpu_ft.models import load_model
+    from multigpu_ft.models.loading import load_model
 
     model = load_model(cfg, NoTokenizer(), labels, dtype, quantization, device)
     strategy = kind(cfg, world)

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import hosts  # noqa: E402
 
 from multigpu_ft import RunConfig  # noqa: E402
-from multigpu_ft.commands import flags  # noqa: E402
-from multigpu_ft.launcher import save_png  # noqa: E402
+from multigpu_ft.display.plots import save_png  # noqa: E402
+from multigpu_ft.launcher.commands import flags  # noqa: E402
 
 WAYS = {
     "ddp": {"strategy": "ddp"},

@@ -21,7 +21,7 @@ IMPORTS = "from multigpu_ft import Run, RunConfig, form, launch\n"
 COST = """
 import time, json
 from multigpu_ft import Run
-from multigpu_ft.panel import Panel
+from multigpu_ft.display.panel import Panel
 run = Run('runs/long')
 panel = Panel(run)
 times = []

@@ -7,18 +7,17 @@ import time
 import torch
 import torch.distributed as dist
 
-from multigpu_ft.batches import Order, epoch_steps
-from multigpu_ft.choosing import make_strategy
-from multigpu_ft.config import RunConfig
-from multigpu_ft.data import load_texts
-from multigpu_ft.losses import LossModel
-from multigpu_ft.models import load_model, load_tokenizer
-from multigpu_ft.optimizers import make_optimizer
-from multigpu_ft.rundir import RunDir
-from multigpu_ft.strategies import join_world
-from multigpu_ft.tokens import tokenize_texts
-from multigpu_ft.tracking import Interval, Stopwatch, Tracker
-from multigpu_ft.training import train_step
+from multigpu_ft.data.batches import Order, epoch_steps
+from multigpu_ft.data.examples import load_texts
+from multigpu_ft.data.tokenization import tokenize_texts
+from multigpu_ft.distributed.world import join_world
+from multigpu_ft.models.loading import load_model, load_tokenizer
+from multigpu_ft.models.loss import LossModel
+from multigpu_ft.run.config import RunConfig
+from multigpu_ft.run.run_dir import RunDir
+from multigpu_ft.tracking.metrics import Interval, Stopwatch, Tracker
+from multigpu_ft.training.setup import make_strategy
+from multigpu_ft.training.step import make_optimizer, train_step
 
 
 class Ours:

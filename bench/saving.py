@@ -29,12 +29,12 @@ def rank(strategy_name, rounds, report):
     from transformers import AutoModelForCausalLM, OPTConfig
 
     from multigpu_ft import RunConfig, RunDir
-    from multigpu_ft.checkpoints import CheckpointWriter
-    from multigpu_ft.choosing import make_strategy
-    from multigpu_ft.losses import LossModel
-    from multigpu_ft.optimizers import make_optimizer
-    from multigpu_ft.progress import Progress
-    from multigpu_ft.strategies import join_world
+    from multigpu_ft.checkpoints.progress import Progress
+    from multigpu_ft.checkpoints.writer import CheckpointWriter
+    from multigpu_ft.distributed.world import join_world
+    from multigpu_ft.models.loss import LossModel
+    from multigpu_ft.training.setup import make_strategy
+    from multigpu_ft.training.step import make_optimizer
 
     torch.set_num_threads(1)
     folder = Path(report).parent / strategy_name

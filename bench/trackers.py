@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import faults
 
-from multigpu_ft.rundir import RunDir
+from multigpu_ft.run.run_dir import RunDir
 
 ARMS = ("none", "tensorboard", "wandb", "wandb,tensorboard")
 KEY = "0123456789abcdef" * 2 + "01234567"

@@ -108,7 +108,7 @@ def prepare(folder, dataset, kind, shape):
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from multigpu_ft import RunConfig
-    from multigpu_ft.data import load_texts
+    from multigpu_ft.data.examples import load_texts
 
     texts = load_texts(RunConfig(dataset=dataset)).texts
     bpe = ByteLevelBPETokenizer()

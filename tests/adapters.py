@@ -15,7 +15,7 @@ from pathlib import Path
 import faults
 
 from multigpu_ft import RunConfig
-from multigpu_ft.config import ConfigError
+from multigpu_ft.run.errors import ConfigError
 
 _DECODER = {
     "hidden_size": 32,

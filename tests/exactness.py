@@ -16,14 +16,13 @@ from accelerate.state import AcceleratorState
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from multigpu_ft import RunConfig
-from multigpu_ft.batches import Epoch, Order, collate, epoch_steps
-from multigpu_ft.choosing import make_strategy
-from multigpu_ft.losses import LossModel
-from multigpu_ft.optimizers import make_optimizer
-from multigpu_ft.strategies import World, join_world
-from multigpu_ft.tokens import tokenize_texts
-from multigpu_ft.tracking import Stopwatch
-from multigpu_ft.training import train_step
+from multigpu_ft.data.batches import Epoch, Order, collate, epoch_steps
+from multigpu_ft.data.tokenization import tokenize_texts
+from multigpu_ft.distributed.world import World, join_world
+from multigpu_ft.models.loss import LossModel
+from multigpu_ft.tracking.metrics import Stopwatch
+from multigpu_ft.training.setup import make_strategy
+from multigpu_ft.training.step import make_optimizer, train_step
 
 STEPS, MAX_LENGTH, VOCABULARY = 20, 64, 512
 LINEAR = torch.nn.functional.linear

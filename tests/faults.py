@@ -28,8 +28,8 @@ from unittest import mock
 import psutil
 
 from multigpu_ft import RunConfig, RunDir, launch
-from multigpu_ft.lineage import sweep
-from multigpu_ft.rundir import PARTIAL
+from multigpu_ft.checkpoints.discovery import sweep
+from multigpu_ft.run.run_dir import PARTIAL
 
 TEXTS, WORDS, MAX_LENGTH = 48, 40, 32
 FIRST_ID = 4 + WORDS  # tokens from here on name a text each
@@ -81,7 +81,7 @@ def world_of_one():
     import torch
     import torch.distributed as dist
 
-    from multigpu_ft.strategies import World
+    from multigpu_ft.distributed.world import World
 
     with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -169,7 +169,7 @@ def serve():
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import multigpu_ft.training  # noqa: F401
+    import multigpu_ft.training.trainer  # noqa: F401
 
     torch.set_num_threads(1)
     ready, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints when it is imported
@@ -217,8 +217,8 @@ def be_agent(run_dir, nproc):
 
 
 def be_rank(run_dir, rank, nproc, agent, store):
-    from multigpu_ft import training
-    from multigpu_ft.processes import StopSignal, end_with
+    from multigpu_ft.run.processes import StopSignal, end_with, has_nothing_to_finish
+    from multigpu_ft.training import trainer
 
     end_with(agent)
     log = os.open(Path(run_dir) / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -231,13 +231,13 @@ def be_rank(run_dir, rank, nproc, agent, store):
         LOCAL_WORLD_SIZE=str(nproc),
         GLOO_SOCKET_IFNAME="lo",
     )
-    stop = StopSignal(lambda: training._hopeless(RunDir(run_dir)))
-    training.dist.init_process_group("gloo", store=training.dist.FileStore(store, nproc), rank=rank, world_size=nproc)
-    training.epoch_steps = traced(training.epoch_steps, run_dir, rank)
-    training.Training.run = guarded(training.Training.run, run_dir, rank)
+    stop = StopSignal(lambda: has_nothing_to_finish(RunDir(run_dir)))
+    trainer.dist.init_process_group("gloo", store=trainer.dist.FileStore(store, nproc), rank=rank, world_size=nproc)
+    trainer.epoch_steps = traced(trainer.epoch_steps, run_dir, rank)
+    trainer.Training.run = guarded(trainer.Training.run, run_dir, rank)
     if rank == 0:
-        training.Training.finish = delayed(training.Training.finish, float(os.environ.get("DELAY_S", 0)))
-    training.main(RunDir(run_dir), stop)
+        trainer.Training.finish = delayed(trainer.Training.finish, float(os.environ.get("DELAY_S", 0)))
+    trainer.main(RunDir(run_dir), stop)
 
 
 class Server:
@@ -461,7 +461,7 @@ import os, sys
 if 'multigpu_ft.training' in sys.orig_argv and 'RANK' in os.environ:
     sys.path.insert(0, {str(Path(__file__).parent)!r})
     import faults
-    from multigpu_ft import batches
+    from multigpu_ft.data import batches
     batches.epoch_steps = faults.traced(batches.epoch_steps, sys.orig_argv[-1], os.environ['RANK'])
 """
 
@@ -570,9 +570,9 @@ class Damage:
     "Files of a checkpoint truncated, removed, or with one bit flipped. The older one must be taken, and the damage named."
 
     def __init__(self, folder, server, world):
-        from multigpu_ft.lineage import fingerprint
-        from multigpu_ft.models import load_tokenizer
-        from multigpu_ft.resuming import tokenizer_digest
+        from multigpu_ft.checkpoints.manifest import fingerprint
+        from multigpu_ft.data.tokenization import tokenizer_digest
+        from multigpu_ft.models.loading import load_tokenizer
 
         self.cfg, self.world = config(folder, folder / "damage", strategy="fsdp"), world
         server.finish(self.cfg)
@@ -581,7 +581,7 @@ class Damage:
         self.stored = {**fingerprint(self.cfg), "tokenizer": tokenizer_digest(load_tokenizer(self.cfg))}
 
     def trial(self, seed, kind):
-        from multigpu_ft.resuming import choose_checkpoint
+        from multigpu_ft.checkpoints.resume import choose_checkpoint
 
         rng = random.Random(seed)
         path = rng.choice(sorted(self.whole.iterdir()))

@@ -33,35 +33,35 @@ from unittest import mock
 
 import yaml
 
-from multigpu_ft import CheckpointError, ConfigError, DataError, ModelError, RunConfig, RunDir, cli, nodes, records
-from multigpu_ft.commands import flags
-from multigpu_ft.config import PRESETS, NodesError
-from multigpu_ft.data import columns, count_rows, evaluation_config, find_label_names, load_texts
-from multigpu_ft.failures import failure_of
-from multigpu_ft.figures import Curve
-from multigpu_ft.hub import is_name, parse_commit, parse_hub
-from multigpu_ft.joining import find_node
-from multigpu_ft.kubernetes_job import deploy_kubernetes
-from multigpu_ft.launcher import Run, runs
-from multigpu_ft.lineage import (
-    digest,
-    find_checkpoints,
-    fingerprint,
-    is_alive,
-    kept_checkpoints,
-    read_progress,
-    verify_checkpoint,
-)
-from multigpu_ft.lines import earlier_metrics, runs_of
-from multigpu_ft.plans import find_runs, newest_subject
-from multigpu_ft.processes import read_beat, read_error
-from multigpu_ft.progress import Progress
-from multigpu_ft.questions import load_questions
-from multigpu_ft.resources import Resources
-from multigpu_ft.rundir import commit_digest, saved_at
-from multigpu_ft.slices import Slices
-from multigpu_ft.uploads import read_record
-from multigpu_ft.zero_config import read_zero_config, zero_settings
+from multigpu_ft import CheckpointError, ConfigError, DataError, ModelError, RunConfig, RunDir, cli
+from multigpu_ft.checkpoints.discovery import find_checkpoints, kept_checkpoints
+from multigpu_ft.checkpoints.manifest import digest, fingerprint, read_progress, verify_checkpoint
+from multigpu_ft.checkpoints.progress import Progress
+from multigpu_ft.data.examples import evaluation_config, load_texts
+from multigpu_ft.data.labels import find_label_names
+from multigpu_ft.data.sources import columns, count_rows
+from multigpu_ft.deploy.kubernetes import deploy_kubernetes
+from multigpu_ft.deploy.kubernetes_resources import Resources
+from multigpu_ft.display.plots import Curve
+from multigpu_ft.distributed.deepspeed_config import read_zero_config, zero_settings
+from multigpu_ft.generation import completions
+from multigpu_ft.generation.fine_tuned import find_runs, newest_subject
+from multigpu_ft.generation.prompts import load_questions
+from multigpu_ft.hub.repository import is_name, parse_commit, parse_hub
+from multigpu_ft.hub.upload import read_record
+from multigpu_ft.launcher import rendezvous
+from multigpu_ft.launcher import supervisor as supervisor_module
+from multigpu_ft.launcher.api import runs
+from multigpu_ft.launcher.commands import flags
+from multigpu_ft.launcher.nodes import find_node
+from multigpu_ft.launcher.run import Run
+from multigpu_ft.launcher.slices import Slices
+from multigpu_ft.run.config import PRESETS
+from multigpu_ft.run.errors import NodesError
+from multigpu_ft.run.failures import failure_of
+from multigpu_ft.run.processes import is_alive, read_beat, read_error
+from multigpu_ft.run.run_dir import commit_digest, saved_at
+from multigpu_ft.tracking.lineage import earlier_metrics, runs_of
 
 TYPED = (ConfigError, DataError, ModelError, CheckpointError, NodesError)
 LONGEST_MESSAGE, LONGEST_S = 2000, 5.0
@@ -901,7 +901,7 @@ def rdzv(rng, folder):
     )
     if node is None:
         return
-    host, port = nodes.split_address(node.rdzv)
+    host, port = rendezvous.split_address(node.rdzv)
     assert 0 < port < 2**16 and node.rdzv.endswith(f":{port}") and host
     assert re.fullmatch(r"[A-Za-z0-9._:%-]+", host) and len(host) < 254, host
     if not re.search("[:%]", host):
@@ -1109,7 +1109,7 @@ READERS = {
     "line": lambda run, cfg: runs_of("l-1", Path("runs")),
     "found": lambda run, cfg: find_checkpoints(cfg),
     "uploads": lambda run, cfg: read_record(run),
-    "assignment": lambda run, cfg: records.Assignment.read(run),
+    "assignment": lambda run, cfg: completions.Assignment.read(run),
     "error": lambda run, cfg: read_error(run.error_file(0)),
     "beat": lambda run, cfg: read_beat(run.beat_file(0)),
     "subject": lambda run, cfg: newest_subject(run),
@@ -1130,10 +1130,10 @@ def shards(rng, folder):
         [spoiled(lines_now[place], rng), as_json(changed(json.loads(lines_now[place]), rng), rng).replace(b"\n", b"")]
     )
     Path("s/rank0.jsonl").write_bytes(b"\n".join(lines_now) + b"\n")
-    found = records.read_shards(Path("s"))
+    found = completions.read_shards(Path("s"))
     assert all(record["key"] == key for key, record in found.items()) and (place == 1 or "b" in found)
     share, numbers = rng.choice([0, 0.1, 0.5, 1]), [rng.randrange(50) for _ in range(rng.randrange(5))]
-    chosen = records.validation_questions(numbers, share, rng.randrange(9))
+    chosen = completions.validation_questions(numbers, share, rng.randrange(9))
     assert chosen <= set(numbers) and (len(chosen) < len(set(numbers)) or not numbers)
     if rng.random() < 0.7:
         name = rng.choice(
@@ -1151,7 +1151,7 @@ def shards(rng, folder):
                 *(t + ":f" for t in TEXTS),
             ]
         )
-        assert callable(records.load_reward(name)) and name == "json:dumps"
+        assert callable(completions.load_reward(name)) and name == "json:dumps"
 
 
 # -- clusters -------------------------------------------------------------------------------------------------------
@@ -1326,7 +1326,13 @@ def supervisor(rng, folder):
     "What comes over the line from another machine, which may be no node at all."
     cfg = RunConfig(run_root="runs", nnodes=3, nproc=1, strategy="ddp")
     run_dir = RunDir.create(cfg)
-    join = {"node_rank": 1, "host": "h", "nproc": 1, "versions": {"torch": "2"}, "config": nodes._comparable(cfg)}
+    join = {
+        "node_rank": 1,
+        "host": "h",
+        "nproc": 1,
+        "versions": {"torch": "2"},
+        "config": supervisor_module._comparable(cfg),
+    }
     message = rng.choice(
         [{"join": join}, {"join": join}, {"ended": {"failure": None}}, {"lost": "x"}, {"stop": ""}, {}]
     )
@@ -1338,7 +1344,7 @@ def supervisor(rng, folder):
         here = listener.accept()[0]
     inbox, died = queue.Queue(), []
     with here, there, mock.patch.object(threading, "excepthook", died.append):
-        peer = nodes.Peer(here, inbox, 2.0)
+        peer = rendezvous.Peer(here, inbox, 2.0)
         there.sendall(content + b"\n")
         there.shutdown(socket.SHUT_WR)
         heard = []
@@ -1346,7 +1352,7 @@ def supervisor(rng, folder):
             heard.append(inbox.get(timeout=3)[1])
         peer.close()
     assert not died and all(isinstance(m, dict) for m in heard)
-    host = nodes.Host.__new__(nodes.Host)
+    host = supervisor_module.Host.__new__(supervisor_module.Host)
     host._run_dir, host._cfg, host._rdzv, host._inbox, host._joined, host._who = (
         run_dir,
         cfg,
@@ -1360,7 +1366,7 @@ def supervisor(rng, folder):
         host._inbox.put((stranger, said))
     with (
         contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")),
-        mock.patch.object(nodes, "_versions", lambda: join["versions"]),
+        mock.patch.object(supervisor_module, "_versions", lambda: join["versions"]),
     ):
         for _ in heard[:-1]:
             list(host._messages())

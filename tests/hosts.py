@@ -22,8 +22,8 @@ from pathlib import Path
 import faults
 import psutil
 
-from multigpu_ft.commands import flags
-from multigpu_ft.rundir import RunDir
+from multigpu_ft.launcher.commands import flags
+from multigpu_ft.run.run_dir import RunDir
 
 BIN, REPO = Path(sys.executable).parent, Path(__file__).parents[1]
 _NUMBERS = itertools.count()
@@ -251,7 +251,7 @@ class Cuts:
         time.sleep(self.random.uniform(0, 3 if in_training else 6))
         hosts.cut()
         began = time.monotonic()
-        ranks = {p for p in workers(self.folder) if "multigpu_ft.nodes" not in p.cmdline()}
+        ranks = {p for p in workers(self.folder) if "multigpu_ft.launcher.supervisor" not in p.cmdline()}
         while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks):
             assert time.monotonic() - began < self.cfg.timeout_s + 10, (
                 f"{ranks} are there {time.monotonic() - began:.1f} s after the cut"

@@ -557,25 +557,26 @@ def client_main():
     "Read one JSON request a line, fork for each, and answer with the process id. What came of it is written to the file that the request names."
     import huggingface_hub.hf_api  # noqa: F401
 
-    from multigpu_ft import RunConfig, RunDir, downloads, hub, uploads
+    from multigpu_ft import RunConfig, RunDir
+    from multigpu_ft.hub import download, repository, upload
 
     def push(run):
-        huggingface_hub.set_client_factory(hub.client_factory())
-        return uploads.push_run(RunDir(run), hub.Patience(**QUICK))
+        huggingface_hub.set_client_factory(repository.client_factory())
+        return upload.push_run(RunDir(run), repository.Patience(**QUICK))
 
     def pull(cfg, root):
         huggingface_hub.set_client_factory(
-            hub.client_factory()
+            repository.client_factory()
         )  # else the library waits for seconds between the tries of its own
-        path, remote = downloads.pull(RunConfig(**cfg), Path(root), patience=hub.Patience(**QUICK))
+        path, remote = download.pull(RunConfig(**cfg), Path(root), patience=repository.Patience(**QUICK))
         return {"path": str(path), "revision": remote.revision}
 
     def find(cfg):
-        remote = hub.find_remote(RunConfig(**cfg), patience=hub.Patience(**QUICK))
+        remote = repository.find_remote(RunConfig(**cfg), patience=repository.Patience(**QUICK))
         return {"name": remote.name, "revision": remote.revision}
 
     def check(cfg, answer_s=5):
-        return hub.check_access(RunConfig(**cfg), answer_s)
+        return repository.check_access(RunConfig(**cfg), answer_s)
 
     does = {"push": push, "pull": pull, "find": find, "check": check}
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -662,8 +663,9 @@ def make_run(root, repo="jane/model", **settings):
 
 def add_checkpoint(run, step, rng, sizes=(3 * PART + 1000, 100_000)):
     "A checkpoint with random content, committed as a run commits one; older ones go as they would."
-    from multigpu_ft.lineage import commit, digest, fingerprint, retire
-    from multigpu_ft.rundir import PARTIAL, write_json
+    from multigpu_ft.checkpoints.discovery import retire
+    from multigpu_ft.checkpoints.manifest import commit, digest, fingerprint
+    from multigpu_ft.run.run_dir import PARTIAL, write_json
 
     partial = run.path / "checkpoints" / f"opt-tiny_0-48-step-{step}.0{PARTIAL}"
     partial.mkdir()
@@ -707,8 +709,8 @@ def is_there(hub, run, name):
 def trial(hub, client, seed):
     """A run whose uploads and download meet with faults. Whatever happens, what it says is uploaded is there, no revision has a part of a checkpoint, and when
     the faults end, one more `push_run` completes it and a fresh directory gets the same bytes. Returns what happened."""
-    from multigpu_ft.lineage import verify_checkpoint
-    from multigpu_ft.uploads import not_uploaded, wanted
+    from multigpu_ft.checkpoints.manifest import verify_checkpoint
+    from multigpu_ft.hub.upload import not_uploaded, wanted
 
     rng, faults, story = random.Random(seed), hub.faults, {"kills": 0, "left": 0, "pulls killed": 0, "pulls failed": 0}
     root = Path(tempfile.mkdtemp(prefix=f"trial{seed}-", dir=hub.folder))

@@ -80,7 +80,7 @@ class Trial:
     def fault(self, name):
         "Do it, and return the seconds until no process was left; after 30, the number of those left."
         manager = self.kernel.manager
-        agent = next(p for p in marked(self.mark, self.own) if "multigpu_ft.agent" in p.cmdline())
+        agent = next(p for p in marked(self.mark, self.own) if "multigpu_ft.launcher.agent" in p.cmdline())
         begun = time.monotonic()
         if name == "interrupt":
             manager.interrupt_kernel()

@@ -101,7 +101,7 @@ def test_code_for_accelerates_notebook_launcher_moves_by_one_line():
 
 
 def test_cuda_devices_that_are_hidden_do_not_count(tmp_path, monkeypatch):
-    from multigpu_ft.gpus import visible_gpus
+    from multigpu_ft.run.environment import visible_gpus
 
     fake = tmp_path / "nvidia-smi"
     fake.write_text(
@@ -172,7 +172,7 @@ def test_a_plain_script_can_launch_a_function(tmp_path):
 
 
 def test_directories_of_dead_kernels_are_swept(tmp_path, monkeypatch):
-    from multigpu_ft.rundir import RunDir
+    from multigpu_ft.run.run_dir import RunDir
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])

@@ -14,9 +14,17 @@ from conftest import REPO
 from PIL import Image
 from scipy import stats
 
-from multigpu_ft.comparisons import BETTER, NO_DIFFERENCE, WORSE, Compared, Comparison, Measured, Scores
-from multigpu_ft.measures import _student, _tail, mcnemar, ratio_estimates, scores, share_difference, share_estimate
-from multigpu_ft.reports import Evaluation
+from multigpu_ft.data.labels import scores
+from multigpu_ft.evaluation.comparison import BETTER, NO_DIFFERENCE, WORSE, Compared, Comparison, Measured, Scores
+from multigpu_ft.evaluation.report import Evaluation
+from multigpu_ft.evaluation.statistics import (
+    _student,
+    _tail,
+    mcnemar,
+    ratio_estimates,
+    share_difference,
+    share_estimate,
+)
 
 
 def made_up(n=400, falls=(0.2,), dataset="abstracts.jsonl", start=5000, seed=0, names=None):
@@ -94,7 +102,7 @@ def test_columns_do_not_depend_on_each_other_nor_on_how_many_are_drawn_at_once(m
 
     together = numbers(values)
     assert np.allclose(numbers(values[:, 1:2]), together[1:2]) and np.allclose(numbers(10 * values), 10 * together)
-    monkeypatch.setattr("multigpu_ft.measures._AT_ONCE", 777)
+    monkeypatch.setattr("multigpu_ft.evaluation.statistics._AT_ONCE", 777)
     assert np.allclose(numbers(values), together)
 
 
@@ -436,7 +444,7 @@ def test_many_models_and_odd_names(tmp_path):
 
 
 def test_nothing_of_it_needs_torch():
-    code = "import sys; import multigpu_ft.reports; loaded = set(sys.modules) & {'torch', 'matplotlib', 'scipy'}; assert not loaded, loaded"
+    code = "import sys; import multigpu_ft.evaluation.report; loaded = set(sys.modules) & {'torch', 'matplotlib', 'scipy'}; assert not loaded, loaded"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

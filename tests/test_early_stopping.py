@@ -7,8 +7,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from multigpu_ft.lineage import find_checkpoints
-from multigpu_ft.rundir import RunDir
+from multigpu_ft.checkpoints.discovery import find_checkpoints
+from multigpu_ft.run.run_dir import RunDir
 
 HALF = {
     "end_idx": 24,

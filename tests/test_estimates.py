@@ -12,9 +12,9 @@ import torch
 from conftest import BIN, REPO
 
 from multigpu_ft import ConfigError, ModelError, RunConfig, estimate, launch
-from multigpu_ft.estimates import gpus_here, plan_memory
-from multigpu_ft.fitting import NoEstimate, Simulations, _guess, decide, remedies, simulations
-from multigpu_ft.gpus import GPU, find_gpu
+from multigpu_ft.memory.api import gpus_here, plan_memory
+from multigpu_ft.memory.fit import NoEstimate, Simulations, _guess, decide, remedies, simulations
+from multigpu_ft.run.environment import GPU, find_gpu
 
 sys.path.insert(0, str(REPO / "bench"))
 import memory as bench  # noqa: E402
@@ -334,8 +334,8 @@ def test_a_run_keeps_to_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, m
         and plan["decided"] == {"strategy": "ddp", "activation_checkpointing": "none"}
     )
     assert run.status["strategy_reason"] == "2 processes on a CPU", "no T4 there after all"
-    from multigpu_ft.preparing import _as_planned
-    from multigpu_ft.strategies import World
+    from multigpu_ft.distributed.world import World
+    from multigpu_ft.training.setup import _as_planned
 
     there = SimpleNamespace(total_memory=plan["memory_mib"] * 2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
@@ -374,7 +374,7 @@ def test_of_different_gpus_those_count_that_the_run_would_take(two_t4, tmp_path,
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert [gpu.name for gpu in gpus_here()] == names, visible
     smi.write_text("#!/bin/sh\nexec sleep 9\n")
-    monkeypatch.setattr("multigpu_ft.gpus._ANSWER_S", 0.1)
+    monkeypatch.setattr("multigpu_ft.run.environment._ANSWER_S", 0.1)
     assert gpus_here() == [], "launch is not held up by a driver that gives no answer"
 
 

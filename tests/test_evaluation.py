@@ -14,10 +14,11 @@ from conftest import NBS, outputs, papermill
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from multigpu_ft import CheckpointError, ConfigError, DataError, RunConfig, evaluate, load_export
-from multigpu_ft.adapters import add_adapter
-from multigpu_ft.plans import Plan, export_subject, find_runs, find_subjects, held_out_rows, named_rows
-from multigpu_ft.scoring import score
-from multigpu_ft.tokens import tokenize_chats
+from multigpu_ft.data.tokenization import tokenize_chats
+from multigpu_ft.evaluation.plan import Plan, held_out_rows, named_rows
+from multigpu_ft.evaluation.scoring import score
+from multigpu_ft.generation.fine_tuned import export_subject, find_runs, find_subjects
+from multigpu_ft.models.lora import add_adapter
 
 TRAINED, HELD_OUT = 32, 16  # of the 48 texts
 

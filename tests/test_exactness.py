@@ -14,10 +14,12 @@ from exactness import ARCHITECTURES, build, slice_of
 from torch import nn
 
 from multigpu_ft import ConfigError, RunConfig, launch
-from multigpu_ft.batches import collate
-from multigpu_ft.lineage import find_checkpoints, verify_checkpoint
-from multigpu_ft.losses import LossModel, choose_packing, chunked_cross_entropy, self_check
-from multigpu_ft.models import transformer_blocks
+from multigpu_ft.checkpoints.discovery import find_checkpoints
+from multigpu_ft.checkpoints.manifest import verify_checkpoint
+from multigpu_ft.data.batches import collate
+from multigpu_ft.models.blocks import transformer_blocks
+from multigpu_ft.models.loss import LossModel, chunked_cross_entropy
+from multigpu_ft.training.setup import choose_packing, self_check
 
 
 @pytest.fixture(scope="module")
@@ -322,14 +324,14 @@ def test_8_bit_adam_says_where_it_cannot_go():
         RunConfig(strategy="fsdp", optimizer="adamw_8bit")
     code = (
         "import sys; sys.modules['bitsandbytes'] = None\nimport torch\nfrom multigpu_ft import RunConfig\n"
-        "from multigpu_ft.optimizers import make_optimizer\nmake_optimizer(RunConfig(optimizer='adamw_8bit'), torch.nn.Linear(2, 2))"
+        "from multigpu_ft.training.step import make_optimizer\nmake_optimizer(RunConfig(optimizer='adamw_8bit'), torch.nn.Linear(2, 2))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'multigpu_ft[quantization]'" in done.stderr
 
 
 def test_every_kth_block_is_recomputed():
-    from multigpu_ft.models import checkpoint_activations
+    from multigpu_ft.models.blocks import checkpoint_activations
 
     model = build("qwen3")
     checkpoint_activations(model, 2)

@@ -12,7 +12,7 @@ import pytest
 from conftest import CellError, Kernel, processes, ranks, running, slow, until
 
 from multigpu_ft import Run, RunConfig, RunDir
-from multigpu_ft.rundir import FAILURE_FILE
+from multigpu_ft.run.run_dir import FAILURE_FILE
 
 IMPORTS = "from multigpu_ft import *\n"
 
@@ -119,7 +119,7 @@ def test_sigterm_saves(kernel, run_root, threads, nproc):
     k = kernel(OMP_NUM_THREADS=threads)
     k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}, nproc={nproc}, batch_size=2), wait=False)")
     running(run_root)
-    next(p for p in processes(run_root) if "multigpu_ft.agent" in p.cmdline()).terminate()
+    next(p for p in processes(run_root) if "multigpu_ft.launcher.agent" in p.cmdline()).terminate()
     until(lambda: not processes(run_root), 30, "saved and gone")
     shown = k.run("run.wait(); print(run.state, run.status['checkpoint'], run.status['step'])")
     state, checkpoint, step = shown.split("\n")[-2].split()
@@ -130,7 +130,7 @@ def test_agent_is_killed(kernel, run_root):
     k = kernel()
     cell = k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
     running(run_root)
-    agent = next(p for p in processes(run_root) if "multigpu_ft.agent" in p.cmdline())
+    agent = next(p for p in processes(run_root) if "multigpu_ft.launcher.agent" in p.cmdline())
     agent.kill()
     until(lambda: not processes(run_root), 5, "ranks gone after the agent")
     with pytest.raises(CellError, match="agent .* was killed by signal 9"):
@@ -223,7 +223,16 @@ def test_the_disk_fails_the_supervisor_of_a_node(run_root):
     (run_dir.path / FAILURE_FILE).mkdir()  # which it deletes as a file
     with socket.create_server(("127.0.0.1", 0)) as free:
         rdzv = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "multigpu_ft.nodes", "--node-rank", "0", "--rdzv", rdzv, run_dir.path]
+    command = [
+        sys.executable,
+        "-m",
+        "multigpu_ft.launcher.supervisor",
+        "--node-rank",
+        "0",
+        "--rdzv",
+        rdzv,
+        run_dir.path,
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and "Traceback" in ended.stdout and run_dir.status()["state"] == "failed", ended
     assert "the supervisor of node 0 (" in str(Run(run_dir).failure) and "Error: [Errno" in str(Run(run_dir).failure)

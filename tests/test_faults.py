@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multigpu_ft import RunConfig
-from multigpu_ft.batches import Order, epoch_steps
-from multigpu_ft.lineage import verify_checkpoint
-from multigpu_ft.progress import Progress, next_progress
-from multigpu_ft.tokens import tokenize_texts
+from multigpu_ft.checkpoints.manifest import verify_checkpoint
+from multigpu_ft.checkpoints.progress import Progress, next_progress
+from multigpu_ft.data.batches import Order, epoch_steps
+from multigpu_ft.data.tokenization import tokenize_texts
 
 
 @pytest.fixture(scope="module")
@@ -176,14 +176,15 @@ import faults, test_faults
 from multigpu_ft import RunDir
 folder, material = Path(sys.argv[1]), Path(sys.argv[2])
 import os, torch, torch.distributed as dist
-from multigpu_ft.checkpoints import CheckpointWriter, load_checkpoint
-from multigpu_ft.choosing import make_strategy
-from multigpu_ft.losses import LossModel
-from multigpu_ft.models import load_model, load_tokenizer
-from multigpu_ft.optimizers import make_optimizer
-from multigpu_ft.progress import Progress
-from multigpu_ft.rundir import PARTIAL
-from multigpu_ft.strategies import World
+from multigpu_ft.checkpoints.resume import load_checkpoint
+from multigpu_ft.checkpoints.writer import CheckpointWriter
+from multigpu_ft.training.setup import make_strategy
+from multigpu_ft.models.loss import LossModel
+from multigpu_ft.models.loading import load_model, load_tokenizer
+from multigpu_ft.training.step import make_optimizer
+from multigpu_ft.checkpoints.progress import Progress
+from multigpu_ft.run.run_dir import PARTIAL
+from multigpu_ft.distributed.world import World
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 world, cfg = World(0, 0, 1, torch.device("cpu")), faults.config(material, folder / "runs", strategy="single", nproc=1)

@@ -14,14 +14,14 @@ from conftest import until
 from papermill.cli import _resolve_type
 
 import multigpu_ft
-from multigpu_ft import ConfigError, RunConfig, form, widgets
-from multigpu_ft.config import PRESET_NEEDS, PRESETS
+from multigpu_ft import ConfigError, RunConfig, config_form, form
+from multigpu_ft.run.config import PRESET_NEEDS, PRESETS
 
 
 @pytest.fixture(autouse=True)
 def no_estimates(monkeypatch):
     "Each takes a core for seconds. One put off is called off: in the same process ten minutes of other tests may follow."
-    monkeypatch.setattr(widgets, "_ESTIMATE_AFTER_S", 600)
+    monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 600)
     yield
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
@@ -113,8 +113,8 @@ def test_a_new_field_appears_by_itself():
             "__annotations__": {"x": annotation},
             "x": Field(default, description="new; empty: nothing", json_schema_extra={"group": "new"}, **bounds),
         }
-        info = type("M", (multigpu_ft.config.BaseModel,), namespace).model_fields["x"]
-        return widgets._Field("x", info, ipywidgets.Layout())
+        info = type("M", (multigpu_ft.run.config.BaseModel,), namespace).model_fields["x"]
+        return config_form._Field("x", info, ipywidgets.Layout())
 
     number = made(int, 3, ge=1, le=8)
     assert isinstance(number.slider, ipywidgets.IntSlider) and not made(int, 3, ge=1, le=100).slider
@@ -253,7 +253,7 @@ def test_what_a_preset_sets_can_be_emptied_by_papermill():
     "In its command `none` is the only word for nothing, and only some fields take it."
     for preset in PRESETS:
         for name in PRESETS[preset]:
-            if type(None) in widgets._kinds(RunConfig.model_fields[name]):
+            if type(None) in config_form._kinds(RunConfig.model_fields[name]):
                 RunConfig.preset(preset, **{name: "none"})
 
 
@@ -306,7 +306,7 @@ def test_what_launch_refuses_is_said_in_the_form(tmp_path):
 def test_only_what_the_button_prints_goes_to_the_form(capsys):
     import threading
 
-    heard = widgets._Heard(sys.stdout)
+    heard = config_form._Heard(sys.stdout)
     other = threading.Thread(target=lambda: heard.write("of a cell\n"))
     other.start()
     other.join()
@@ -325,8 +325,8 @@ def test_an_estimate_comes_when_typing_pauses(monkeypatch):
             raise ValueError("no such model")
         return SimpleNamespace(line=f"{cfg.batch_size} GB <each>.", remedies=["batch_size=1: 2.0 GiB"])
 
-    monkeypatch.setattr(widgets, "_ESTIMATE_AFTER_S", 0.6)
-    monkeypatch.setattr(widgets, "estimate", estimate)
+    monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 0.6)
+    monkeypatch.setattr(config_form, "estimate", estimate)
     for text in ("1", "12", "123"):
         f.inputs["batch_size"].value = text
     assert "estimating" in shown(f._memory) and not asked
@@ -347,8 +347,8 @@ def test_several_forms_estimate_one_after_the_other(monkeypatch):
         running.remove(cfg)
         return SimpleNamespace(line=f"{cfg.batch_size} GB.", remedies=[])
 
-    monkeypatch.setattr(widgets, "_ESTIMATE_AFTER_S", 0)
-    monkeypatch.setattr(widgets, "estimate", estimate)
+    monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 0)
+    monkeypatch.setattr(config_form, "estimate", estimate)
     forms = [form(RunConfig(batch_size=size)) for size in (1, 2, 3)]
     for f in forms:
         f._build()

@@ -20,8 +20,8 @@ from browser import make_notebook
 from conftest import BIN, NBS, outputs, papermill, processes, until
 
 from multigpu_ft import ConfigError, DataError, ModelError, RunConfig, RunFailed, generate, launch
-from multigpu_ft.answers import _refuse_without_vllm
-from multigpu_ft.rundir import RunDir
+from multigpu_ft.generation.api import _refuse_without_vllm
+from multigpu_ft.run.run_dir import RunDir
 
 WORDS = 40
 
@@ -105,9 +105,9 @@ def test_logits_have_the_same_bits_on_every_rank(models):
         import torch
         import torch.distributed as dist
 
-        from multigpu_ft.models import load_tokenizer
-        from multigpu_ft.strategies import join_world
-        from multigpu_ft.subjects import load_holder
+        from multigpu_ft.distributed.world import join_world
+        from multigpu_ft.generation.inference_model import load_holder
+        from multigpu_ft.models.loading import load_tokenizer
 
         cfg = RunConfig(model=folder, task="chat", max_length=8)
         world = join_world(cfg)
@@ -135,7 +135,7 @@ def test_greedy_is_what_transformers_generates(models, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from multigpu_ft.models import PLAIN_CHAT
+    from multigpu_ft.models.loading import PLAIN_CHAT
 
     for name in ("opt", "qwen3", "sliding"):
         answers = generate(
@@ -326,7 +326,7 @@ def test_a_vllm_that_runs_a_models_code_is_refused(install_vllm, tmp_path):
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (16, 16), (24, 32), (300, 320), (512, 512), (513, None)])
 def test_vllm_has_room_for_an_adapter_and_tells_nobody(install_vllm, monkeypatch, rank, room):
-    from multigpu_ft.vllm_engine import start_vllm
+    from multigpu_ft.generation.vllm_engine import start_vllm
 
     adapter = SimpleNamespace(
         has_adapter=True,

@@ -61,16 +61,16 @@ def test_a_step_never_waits_for_the_gpu(tmp_path, packing, strategy, dtype):
     code = f"""
 import torch
 from multigpu_ft import RunConfig
-from multigpu_ft.batches import Order, epoch_steps
-from multigpu_ft.choosing import make_strategy
-from multigpu_ft.data import load_texts
-from multigpu_ft.losses import LossModel
-from multigpu_ft.models import load_model, load_tokenizer
-from multigpu_ft.optimizers import make_optimizer
-from multigpu_ft.strategies import join_world
-from multigpu_ft.tokens import tokenize_texts
-from multigpu_ft.tracking import Stopwatch
-from multigpu_ft.training import train_step
+from multigpu_ft.data.batches import Order, epoch_steps
+from multigpu_ft.training.setup import make_strategy
+from multigpu_ft.data.examples import load_texts
+from multigpu_ft.models.loss import LossModel
+from multigpu_ft.models.loading import load_model, load_tokenizer
+from multigpu_ft.training.step import make_optimizer
+from multigpu_ft.distributed.world import join_world
+from multigpu_ft.data.tokenization import tokenize_texts
+from multigpu_ft.tracking.metrics import Stopwatch
+from multigpu_ft.training.step import train_step
 
 cfg = RunConfig(strategy={strategy!r}, dtype={dtype!r}, end_idx=400, batch_size=2, accum_steps=2)
 world, tokenizer = join_world(cfg), load_tokenizer(cfg)
@@ -157,7 +157,7 @@ def test_answers_by_cuda_graphs_are_those_of_transformers(tmp_path):
     import torch
 
     from multigpu_ft import RunConfig, generate
-    from multigpu_ft.models import load_model, load_tokenizer
+    from multigpu_ft.models.loading import load_model, load_tokenizer
 
     questions = tmp_path / "q.jsonl"
     questions.write_text("".join(json.dumps({"question": "why " * (1 + i % 40)}) + "\n" for i in range(60)))

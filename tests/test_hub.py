@@ -19,9 +19,10 @@ import pytest
 from conftest import BIN, processes, until
 
 from multigpu_ft import RunConfig, RunDir, model_card
-from multigpu_ft.lineage import at_home, contents, difference, fingerprint, kept_checkpoints, verify_checkpoint
-from multigpu_ft.rundir import commit_digest
-from multigpu_ft.uploads import Uploader, not_uploaded, read_record
+from multigpu_ft.checkpoints.discovery import kept_checkpoints
+from multigpu_ft.checkpoints.manifest import at_home, contents, difference, fingerprint, verify_checkpoint
+from multigpu_ft.hub.upload import Uploader, not_uploaded, read_record
+from multigpu_ft.run.run_dir import commit_digest
 
 
 @pytest.fixture(scope="module")
@@ -495,7 +496,9 @@ def test_a_hub_that_refuses_costs_a_run_nothing_and_sync_sends_it_later(hub, hub
 def test_the_uploader_ends_with_rank_0(hub, hub_server, material, run_root):
     hub.faults.bytes_per_second = 1000
     run, agent = hub_server.start(faults.config(material, run_root, hf_repo="jane/killed", save_every=2, num_epochs=20))
-    pid = until(lambda: [p.pid for p in processes(run.path) if "multigpu_ft.uploads" in p.cmdline()], 30, "an uploader")
+    pid = until(
+        lambda: [p.pid for p in processes(run.path) if "multigpu_ft.hub.upload" in p.cmdline()], 30, "an uploader"
+    )
     until(lambda: read_record(run)["attempts"], 30, "something being sent")
     os.kill(run.status()["pids"]["ranks"][0], signal.SIGKILL)
     until(lambda: all(map(faults.gone, pid)), 10, "its end")
@@ -514,7 +517,7 @@ def test_an_uploader_that_was_killed_goes_on_at_the_end(hub, run, monkeypatch):
 
 
 def test_who_presses_stop_is_not_kept_waiting(hub, run, monkeypatch):
-    monkeypatch.setattr("multigpu_ft.uploads._HURRIED_S", 1.0)
+    monkeypatch.setattr("multigpu_ft.hub.upload._HURRIED_S", 1.0)
     hub.faults.bytes_per_second = 1000
     for name, value in local.environment(hub).items():
         monkeypatch.setenv(name, value)

@@ -17,8 +17,8 @@ from kubernetes_policy import action, find, job_of, templates, violations
 from test_cli import multigpu_ft
 
 from multigpu_ft import ConfigError, RunConfig, deploy_kubernetes
-from multigpu_ft.cluster_pods import _USER
-from multigpu_ft.resources import Resources
+from multigpu_ft.deploy.kubernetes_pods import _USER
+from multigpu_ft.deploy.kubernetes_resources import Resources
 
 VERSIONS = ("1.35", "1.36", "1.37")
 DIGEST = "registry.example/multigpu-ft@sha256:" + "0123456789abcdef" * 4

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from test_cli import multigpu_ft
 
-from multigpu_ft import checkup, gpus, machine
-from multigpu_ft.config import RunConfig
-from multigpu_ft.lineage import commit, digest
-from multigpu_ft.rundir import PARTIAL, RunDir
+from multigpu_ft import diagnostics
+from multigpu_ft.checkpoints.manifest import commit, digest
+from multigpu_ft.launcher import outputs
+from multigpu_ft.run import environment, secrets
+from multigpu_ft.run.config import RunConfig
+from multigpu_ft.run.run_dir import PARTIAL, RunDir
 
 T4 = "GPU-{0}a, Tesla T4, 15360, {1}, 550.54.15, 7.5"
 
@@ -25,20 +27,24 @@ def elsewhere(monkeypatch, tmp_path):
         "KAGGLE_KERNEL_RUN_TYPE",
         "COLAB_RELEASE_TAG",
         "CUDA_VISIBLE_DEVICES",
-        machine._ASKED,
-        *machine.SECRETS,
+        secrets._ASKED,
+        *secrets.SECRETS,
     ):
         monkeypatch.setenv(name, "")  # so that it is restored, even if the code under test sets it
         monkeypatch.delenv(name)
     for name in ("KAGGLE_OUTPUTS", "KAGGLE_SCRATCH", "COLAB_SCRATCH", "COLAB_DRIVE"):
-        monkeypatch.setattr(machine, name, tmp_path / name.lower())
+        monkeypatch.setattr(environment, name, tmp_path / name.lower())
+        if hasattr(outputs, name):
+            monkeypatch.setattr(outputs, name, tmp_path / name.lower())
 
 
 @pytest.fixture
 def kaggle(monkeypatch):
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
     monkeypatch.setattr(
-        machine.psutil, "Process", lambda pid: types.SimpleNamespace(create_time=lambda: machine.time.time() - 2 * 3600)
+        environment.psutil,
+        "Process",
+        lambda pid: types.SimpleNamespace(create_time=lambda: environment.time.time() - 2 * 3600),
     )
 
 
@@ -52,26 +58,30 @@ def no_such_secret(*_):
 
 def test_on_kaggle(monkeypatch, kaggle, tmp_path):
     monkeypatch.setenv("COLAB_RELEASE_TAG", "Kaggle's image has it as well")
-    assert machine.platform() == "kaggle" and machine.default_run_root() == str(tmp_path / "kaggle_scratch" / "runs")
-    assert machine.outputs_folder() == tmp_path / "kaggle_outputs" and machine.session_hours() == pytest.approx(
+    assert environment.platform() == "kaggle" and environment.default_run_root() == str(
+        tmp_path / "kaggle_scratch" / "runs"
+    )
+    assert environment.outputs_folder() == tmp_path / "kaggle_outputs" and environment.session_hours() == pytest.approx(
         10, abs=0.01
     )
-    assert "30 hours" in machine.quota_note()
-    monkeypatch.setattr(machine.psutil, "Process", lambda pid: types.SimpleNamespace(create_time=lambda: 0.0))
-    assert machine.session_hours() is None
+    assert "30 hours" in environment.quota_note()
+    monkeypatch.setattr(environment.psutil, "Process", lambda pid: types.SimpleNamespace(create_time=lambda: 0.0))
+    assert environment.session_hours() is None
 
 
 def test_on_colab(monkeypatch, tmp_path):
     fake_module(monkeypatch, "google.colab")
-    assert machine.platform() == "colab" and machine.default_run_root() == str(tmp_path / "colab_scratch" / "runs")
-    assert machine.outputs_folder() is None and "drive.mount" in checkup._outputs_row().remedy
-    machine.COLAB_DRIVE.mkdir()
-    assert machine.outputs_folder() == tmp_path / "colab_drive" / "multigpu_ft"
+    assert environment.platform() == "colab" and environment.default_run_root() == str(
+        tmp_path / "colab_scratch" / "runs"
+    )
+    assert environment.outputs_folder() is None and "drive.mount" in diagnostics._outputs_row().remedy
+    environment.COLAB_DRIVE.mkdir()
+    assert environment.outputs_folder() == tmp_path / "colab_drive" / "multigpu_ft"
 
 
 def test_elsewhere():
-    assert (machine.platform(), machine.default_run_root()) == ("other", "runs")
-    assert machine.outputs_folder() is machine.session_hours() is machine.quota_note() is None
+    assert (environment.platform(), environment.default_run_root()) == ("other", "runs")
+    assert environment.outputs_folder() is environment.session_hours() is environment.quota_note() is None
 
 
 def test_secrets_of_kaggle(monkeypatch, kaggle):
@@ -82,19 +92,19 @@ def test_secrets_of_kaggle(monkeypatch, kaggle):
         UserSecretsClient=lambda: types.SimpleNamespace(get_secret=lambda name: secrets[name]),
     )
     monkeypatch.setenv("WANDB_API_KEY", "mine")
-    assert machine.secret("HF_TOKEN") == "hf_x" and machine.secret("OTHER") is None
+    assert secrets.secret("HF_TOKEN") == "hf_x" and secrets.secret("OTHER") is None
     assert (
-        machine.use_secrets() == ["HF_TOKEN"]
+        secrets.use_secrets() == ["HF_TOKEN"]
         and os.environ["HF_TOKEN"] == "hf_x"
         and os.environ["WANDB_API_KEY"] == "mine"
     )
     secrets["HF_TOKEN"] = "hf_y"
-    assert machine.use_secrets() == [] and os.environ["HF_TOKEN"] == "hf_x", "what is there stays"
+    assert secrets.use_secrets() == [] and os.environ["HF_TOKEN"] == "hf_x", "what is there stays"
     monkeypatch.delenv("HF_TOKEN")
-    assert machine.use_secrets() == ["HF_TOKEN"], "asked again by the same process"
+    assert secrets.use_secrets() == ["HF_TOKEN"], "asked again by the same process"
     monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setenv(machine._ASKED, "1")
-    assert machine.use_secrets() == [], "a parent has asked"
+    monkeypatch.setenv(secrets._ASKED, "1")
+    assert secrets.use_secrets() == [], "a parent has asked"
 
 
 def test_a_store_that_does_not_answer_is_asked_once(monkeypatch, kaggle):
@@ -105,16 +115,16 @@ def test_a_store_that_does_not_answer_is_asked_once(monkeypatch, kaggle):
         raise ConnectionError
 
     fake_module(monkeypatch, "kaggle_secrets", UserSecretsClient=lambda: types.SimpleNamespace(get_secret=get_secret))
-    assert machine.use_secrets() == [] and asked == ["HF_TOKEN"]
+    assert secrets.use_secrets() == [] and asked == ["HF_TOKEN"]
 
 
 @pytest.mark.parametrize("get", [no_such_secret, lambda name: "", lambda name: None])
 def test_a_store_without_the_secret(monkeypatch, get):
     fake_module(monkeypatch, "google.colab", userdata=types.SimpleNamespace(get=get))
     monkeypatch.setitem(sys.modules, "google", types.SimpleNamespace(colab=sys.modules["google.colab"]))
-    assert machine.secret("HF_TOKEN") is None and machine.use_secrets() == [] and "HF_TOKEN" not in os.environ
+    assert secrets.secret("HF_TOKEN") is None and secrets.use_secrets() == [] and "HF_TOKEN" not in os.environ
     sys.modules["google.colab"].userdata.get = lambda name: "hf_z"
-    assert machine.secret("HF_TOKEN") == "hf_z"
+    assert secrets.secret("HF_TOKEN") == "hf_z"
 
 
 @pytest.fixture
@@ -138,13 +148,13 @@ def checkpoints(kept):
 
 
 def free(monkeypatch, count):
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=count))
+    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=count))
 
 
 def test_outputs_are_kept(run, tmp_path):
     save(run, "step-1")
     save(run, "step-2")
-    kept, remarks = machine.keep_outputs(run.path, tmp_path / "out")
+    kept, remarks = outputs.keep_outputs(run.path, tmp_path / "out")
     assert kept == tmp_path / "out" / "runs" / run.name and not remarks
     assert sorted(p.name for p in kept.iterdir()) == [
         "checkpoints",
@@ -156,39 +166,39 @@ def test_outputs_are_kept(run, tmp_path):
     (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     (run.path / "export" / "model.safetensors").write_bytes(b"better model")
     save(run, "step-3")
-    assert machine.keep_outputs(run.path, tmp_path / "out") == (kept, [])
+    assert outputs.keep_outputs(run.path, tmp_path / "out") == (kept, [])
     assert (
         checkpoints(kept) == ["step-3"]
         and len(RunDir(kept).metrics()) == 2
         and (kept / "export" / "model.safetensors").read_bytes() == b"better model"
     )
-    assert not list(kept.rglob(f"*{PARTIAL}")) and machine.keep_outputs(kept, tmp_path / "out") == (kept, [])
+    assert not list(kept.rglob(f"*{PARTIAL}")) and outputs.keep_outputs(kept, tmp_path / "out") == (kept, [])
 
 
 def test_another_run_of_that_name_is_left_alone(run, tmp_path):
-    kept, _ = machine.keep_outputs(run.path, tmp_path / "out")
+    kept, _ = outputs.keep_outputs(run.path, tmp_path / "out")
     run.update_status(launched=2.0)
-    second, _ = machine.keep_outputs(run.path, tmp_path / "out")
+    second, _ = outputs.keep_outputs(run.path, tmp_path / "out")
     assert second.name == f"{kept.name}-2" and RunDir(kept).status()["launched"] == 1.0
-    assert machine.keep_outputs(run.path, tmp_path / "out")[0] == second
+    assert outputs.keep_outputs(run.path, tmp_path / "out")[0] == second
 
 
 def test_what_does_not_fit_is_said_and_the_old_stays(run, tmp_path, monkeypatch):
     save(run, "step-1")
-    kept, _ = machine.keep_outputs(run.path, tmp_path / "out")
+    kept, _ = outputs.keep_outputs(run.path, tmp_path / "out")
     save(run, "step-2", b"weights" * 10**6)
     free(monkeypatch, 7_100_000)
-    _, (remark,) = machine.keep_outputs(run.path, tmp_path / "out")
+    _, (remark,) = outputs.keep_outputs(run.path, tmp_path / "out")
     assert "checkpoint step-2" in remark and "7.0 MB" in remark and "7.1 MB" in remark and "hf_repo" in remark
     assert checkpoints(kept) == ["step-1"]
 
 
 def test_a_disk_that_fills_up_leaves_nothing_half_copied(run, tmp_path, monkeypatch):
     save(run, "step-1")
-    kept, _ = machine.keep_outputs(run.path, tmp_path / "out")
+    kept, _ = outputs.keep_outputs(run.path, tmp_path / "out")
     save(run, "step-2")
     (run.path / "export" / "model.safetensors").write_bytes(b"better model")
-    copytree, copy = machine.shutil.copytree, machine.shutil.copy2
+    copytree, copy = outputs.shutil.copytree, outputs.shutil.copy2
 
     def full(source, target, **options):
         if Path(source).suffix == ".safetensors":
@@ -197,11 +207,11 @@ def test_a_disk_that_fills_up_leaves_nothing_half_copied(run, tmp_path, monkeypa
         return copy(source, target, **options)
 
     monkeypatch.setattr(
-        machine.shutil,
+        outputs.shutil,
         "copytree",
         lambda source, target, **options: copytree(source, target, **{**options, "copy_function": full}),
     )
-    _, remarks = machine.keep_outputs(run.path, tmp_path / "out")
+    _, remarks = outputs.keep_outputs(run.path, tmp_path / "out")
     assert len(remarks) == 2 and all("No space left on device" in r for r in remarks)
     assert (
         checkpoints(kept) == ["step-1"]
@@ -213,16 +223,16 @@ def test_a_disk_that_fills_up_leaves_nothing_half_copied(run, tmp_path, monkeypa
 def test_of_damaged_checkpoints_the_next_older_is_kept(run, tmp_path):
     save(run, "step-1")
     (save(run, "step-2") / "rank0.safetensors").write_bytes(b"wEights")
-    kept, (remark,) = machine.keep_outputs(run.path, tmp_path / "out")
+    kept, (remark,) = outputs.keep_outputs(run.path, tmp_path / "out")
     assert "step-2 is damaged (rank0.safetensors: its content was altered)" in remark and checkpoints(kept) == [
         "step-1"
     ]
 
 
 def test_keeping_raises_nothing(run, tmp_path):
-    assert "no run directory" in machine.keep_outputs(tmp_path / "nothing", tmp_path / "out")[1][0]
+    assert "no run directory" in outputs.keep_outputs(tmp_path / "nothing", tmp_path / "out")[1][0]
     (tmp_path / "file").write_text("")
-    assert "was not kept" in machine.keep_outputs(run.path, tmp_path / "file")[1][0]
+    assert "was not kept" in outputs.keep_outputs(run.path, tmp_path / "file")[1][0]
 
 
 def smi(monkeypatch, folder, *lines, code=0):
@@ -238,7 +248,7 @@ def t4s(used=3):
 
 
 def test_doctor_on_this_machine():
-    found = checkup.doctor(bandwidth=False)
+    found = diagnostics.doctor(bandwidth=False)
     names = [row.name for row in found.rows]
     assert names == ["session", "Python", "packages", "GPUs", "torch", "disk for runs", "memory", "Hub", "tokens"]
     assert (
@@ -252,7 +262,7 @@ def test_doctor_on_this_machine():
 
 
 def test_bandwidth_of_two_processes():
-    row = checkup._interconnect_row([])
+    row = diagnostics._interconnect_row([])
     assert (
         row.state == "ok"
         and "2 processes on the CPU, gloo" in row.found
@@ -261,8 +271,8 @@ def test_bandwidth_of_two_processes():
 
 
 def test_ranks_that_hang_are_a_row(monkeypatch):
-    monkeypatch.setattr(checkup, "_ALL_REDUCE_SECONDS", 0.01)
-    row = checkup._interconnect_row([])
+    monkeypatch.setattr(diagnostics, "_ALL_REDUCE_SECONDS", 0.01)
+    row = diagnostics._interconnect_row([])
     assert row.state == "warn" and "not done after 0.01 s" in row.found
 
 
@@ -285,14 +295,15 @@ def test_gpus_without_a_torch_that_can_use_them(monkeypatch, tmp_path):
 
 def test_gpus_that_are_hidden_or_busy(monkeypatch, tmp_path):
     smi(monkeypatch, tmp_path / "bin", *t4s(used=9000))
-    row = checkup._gpu_row(gpus.installed_gpus())
+    row = diagnostics._gpu_row(environment.installed_gpus())
     assert row.state == "warn" and "GPU 1: 9.4 GB" in row.found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert (
-        "1 x Tesla T4" in (found := checkup._gpu_row(gpus.installed_gpus()).found) and "hides GPU 0 (Tesla T4" in found
+        "1 x Tesla T4" in (found := diagnostics._gpu_row(environment.installed_gpus()).found)
+        and "hides GPU 0 (Tesla T4" in found
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert checkup._gpu_row(gpus.installed_gpus()).remedy.startswith("Unset CUDA_VISIBLE_DEVICES")
+    assert diagnostics._gpu_row(environment.installed_gpus()).remedy.startswith("Unset CUDA_VISIBLE_DEVICES")
 
 
 def test_a_driver_that_does_not_run_and_checks_that_fail_or_hang_are_rows(monkeypatch, tmp_path, kaggle):
@@ -303,36 +314,36 @@ def test_a_driver_that_does_not_run_and_checks_that_fail_or_hang_are_rows(monkey
         code=9,
     )
     fake_module(monkeypatch, "kaggle_secrets", UserSecretsClient=no_such_secret)
-    monkeypatch.setattr(checkup, "_torch_row", lambda gpus: checkup.Row("torch", "warn", "not looked at"))
-    monkeypatch.setattr(checkup, "_packages_row", lambda: 1 / 0)
+    monkeypatch.setattr(diagnostics, "_torch_row", lambda gpus: diagnostics.Row("torch", "warn", "not looked at"))
+    monkeypatch.setattr(diagnostics, "_packages_row", lambda: 1 / 0)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    rows = {row.name: row for row in checkup.doctor().rows}
+    rows = {row.name: row for row in diagnostics.doctor().rows}
     assert rows["GPUs"].state == "bad" and "has failed because" in rows["GPUs"].found
     assert "ZeroDivisionError" in rows["packages"].found and "Internet on" in rows["Hub"].remedy
     assert "Kaggle, interactive; 10.0 of 12 hours left" in rows["session"].found and "Secrets" in rows["tokens"].remedy
-    assert checkup._begin("slow", 0.05, lambda: machine.time.sleep(1))().found == "no answer within 0.05 s"
+    assert diagnostics._begin("slow", 0.05, lambda: environment.time.sleep(1))().found == "no answer within 0.05 s"
 
 
 def test_offline(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert checkup._hub_row().state == "warn" and "model='FOLDER'" in checkup._hub_row().remedy
+    assert diagnostics._hub_row().state == "warn" and "model='FOLDER'" in diagnostics._hub_row().remedy
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in checkup._hub_row().found
+    assert "HF_HUB_OFFLINE" in diagnostics._hub_row().found
 
 
 def test_a_token_is_never_shown(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    row = checkup._token_row()
+    row = diagnostics._token_row()
     assert "HF_TOKEN in the environment" in row.found and "hf_secret" not in repr(row)
 
 
 def test_packages_that_are_too_old_or_missing(monkeypatch):
     monkeypatch.setattr(
-        checkup.importlib.metadata,
+        diagnostics.importlib.metadata,
         "requires",
         lambda name: ["torch>=99", "no-such-package>=1", 'neither-this; extra == "quantization"'],
     )
-    row = checkup._packages_row()
+    row = diagnostics._packages_row()
     assert (
         row.state == "bad"
         and "is not >=99" in row.found
@@ -343,18 +354,20 @@ def test_packages_that_are_too_old_or_missing(monkeypatch):
 
 def test_disk_and_memory(monkeypatch, tmp_path):
     for count, state in ((30e9, "ok"), (10e9, "warn"), (4e9, "bad")):
-        monkeypatch.setattr(checkup.shutil, "disk_usage", lambda path, count=count: types.SimpleNamespace(free=count))
-        assert checkup._disk_row("disk", tmp_path / "not" / "there", 20).state == state
+        monkeypatch.setattr(
+            diagnostics.shutil, "disk_usage", lambda path, count=count: types.SimpleNamespace(free=count)
+        )
+        assert diagnostics._disk_row("disk", tmp_path / "not" / "there", 20).state == state
     (tmp_path / "memory.max").write_text("1000000000\n")
-    monkeypatch.setattr(checkup, "_CGROUP", tmp_path)
-    assert checkup._memory_row().state == "bad" and "may use 1.0 GB" in checkup._memory_row().found
+    monkeypatch.setattr(diagnostics, "_CGROUP", tmp_path)
+    assert diagnostics._memory_row().state == "bad" and "may use 1.0 GB" in diagnostics._memory_row().found
     (tmp_path / "memory").mkdir()
     version_1 = (tmp_path / "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file")
     for folder, limit, usage, dropped in ((tmp_path, "max", "current", "inactive_file"), version_1):
         (folder / f"memory.{limit}").write_text("10000000000\n")
         (folder / f"memory.{usage}").write_text("9500000000\n")
         (folder / "memory.stat").write_text(f"anon 5\n{dropped} 500000000\n")
-        assert checkup._container_memory() == (10e9, 9e9) and checkup._memory_row().state == "bad", (
+        assert diagnostics._container_memory() == (10e9, 9e9) and diagnostics._memory_row().state == "bad", (
             "what the container uses already is not free"
         )
         (folder / f"memory.{limit}").unlink()

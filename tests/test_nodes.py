@@ -16,7 +16,7 @@ import pytest
 from conftest import slow
 
 from multigpu_ft import Run, RunConfig, RunDir, deploy_kubernetes
-from multigpu_ft.commands import flags
+from multigpu_ft.launcher.commands import flags
 
 no_hosts = hosts.missing()
 pytestmark = pytest.mark.skipif(bool(no_hosts), reason=str(no_hosts))

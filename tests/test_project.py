@@ -11,50 +11,87 @@ from pathlib import Path
 import pytest
 from conftest import BIN, NBS, REPO
 
-ROOMS = {}
-for notebook in sorted(NBS.glob("[0-9]*.ipynb")):
-    text = "".join("".join(c["source"]) + "\n" for c in json.loads(notebook.read_text())["cells"])
-    ROOMS[re.search(r"#\| default_exp (\w+)", text)[1]] = notebook
-ORDER = list(ROOMS)
+PACKAGE = REPO / "multigpu_ft"
+# A folder imports only from those before it, a file only from those before it in its folder; "" is the root.
+FOLDERS = (
+    *("run", "data", "models", "distributed", "checkpoints", "hub", "tracking", "display", "training", "memory"),
+    *("launcher", "generation", "evaluation", "deploy", ""),
+)
 
 
-def imports(path):
-    "Names of our own modules that the module at `path` imports, wherever in it."
+def exported_module(notebook):
+    text = "".join("".join(cell["source"]) + "\n" for cell in json.loads(notebook.read_text())["cells"])
+    return re.search(r"#\| default_exp ([\w.]+)", text)[1]
+
+
+NOTEBOOKS = [notebook for folder in FOLDERS for notebook in sorted((NBS / folder).glob("[0-9]*.ipynb"))]
+ORDER = [exported_module(notebook) for notebook in NOTEBOOKS]
+
+
+def file_of(module):
+    return PACKAGE / f"{module.replace('.', '/')}.py"
+
+
+def imports(path, package="multigpu_ft"):
+    "Names of our own modules that the module at `path`, in `package`, imports, wherever in it."
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("multigpu_ft")):
-            module = (node.module or "").removeprefix("multigpu_ft").strip(".")
-            yield from [module.split(".")[0]] if module else [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            above = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, [above, node.module]))
+            if module.split(".")[0] == "multigpu_ft":
+                names = [f"{module}.{alias.name}" for alias in node.names]
+                found = [name if name.removeprefix("multigpu_ft.") in ORDER else module for name in names]
+                yield from dict.fromkeys(name.removeprefix("multigpu_ft").strip(".") for name in found)
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("multigpu_ft."))
+            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("multigpu_ft."))
 
 
 def test_modules_are_what_the_notebooks_export(tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".venv", "runs", ".git", "*.egg-info"))
     subprocess.run([BIN / "nbdev_export"], cwd=copy, check=True)
-    for module in [*ORDER, "_modidx"]:
-        assert (copy / "multigpu_ft" / f"{module}.py").read_text() == (
-            REPO / "multigpu_ft" / f"{module}.py"
-        ).read_text(), f"{module}.py is stale"
-    assert {p.stem for p in (REPO / "multigpu_ft").glob("*.py")} == {*ORDER, "__init__", "_modidx"}
+    expected = {file_of(module) for module in [*ORDER, "_modidx"]}
+    for path in expected:
+        fresh = copy / path.relative_to(REPO)
+        assert fresh.read_text() == path.read_text(), f"{path.relative_to(REPO)} is stale"
+    assert {path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"} == expected
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(FOLDERS) - {""}
+    assert not any(path.read_text().strip() for path in PACKAGE.glob("*/__init__.py")), (
+        "importing a folder costs nothing"
+    )
+
+
+def test_every_numbered_notebook_is_in_a_known_folder_and_named_like_its_module():
+    assert {path for path in NBS.rglob("[0-9]*.ipynb") if ".ipynb_checkpoints" not in path.parts} == set(NOTEBOOKS)
+    for notebook, module in zip(NOTEBOOKS, ORDER, strict=True):
+        folder, _, name = module.rpartition(".")
+        assert notebook.parent == NBS / folder.replace(".", "/")
+        assert notebook.stem[3:] == name.strip("_"), f"{notebook.name} exports {module}"
+    for folder in FOLDERS:
+        numbers = [int(notebook.stem[:2]) for notebook in sorted((NBS / folder).glob("[0-9]*.ipynb"))]
+        assert numbers == list(range(1, len(numbers) + 1)), f"{folder or 'nbs'}: the numbers are the reading order"
 
 
 @pytest.mark.parametrize("room", ORDER)
 def test_imports_point_downwards(room):
-    for other in imports(REPO / "multigpu_ft" / f"{room}.py"):
-        assert ORDER.index(other) < ORDER.index(room), f"{room} imports {other}, which comes after it"
+    package = ".".join(["multigpu_ft", *room.split(".")[:-1]])
+    for other in imports(file_of(room), package):
+        if other:  # "" is the package itself
+            assert ORDER.index(other) < ORDER.index(room), f"{room} imports {other}, which comes after it"
 
 
 def test_an_upward_import_would_be_noticed(tmp_path):
     (tmp_path / "m.py").write_text(
-        "from .launcher import launch\nimport multigpu_ft.cli\ndef f():\n    from multigpu_ft import training\n"
+        "from ..launcher.api import launch\nimport multigpu_ft.cli\ndef f():\n    from multigpu_ft.training import trainer\n"
     )
-    assert list(imports(tmp_path / "m.py")) == ["launcher", "cli", "training"]
+    found = list(imports(tmp_path / "m.py", "multigpu_ft.run"))
+    assert found == ["launcher.api", "cli", "training.trainer"]
 
 
 @pytest.mark.parametrize("room", ORDER)
 def test_exported_code_needs_no_notebook_tooling(room):
-    source = (REPO / "multigpu_ft" / f"{room}.py").read_text()
+    source = file_of(room).read_text()
     assert not re.search(r"^\s*(from|import) (nbdev|fastcore|execnb)|import \*", source, re.M)
 
 
@@ -74,15 +111,14 @@ def test_the_kernel_side_imports_no_torch(statement, absent):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("notebook", sorted(NBS.glob("*.ipynb")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("notebook", sorted(NBS.rglob("*.ipynb")), ids=lambda p: str(p.relative_to(NBS)))
 def test_notebooks_can_be_read(notebook):
     content = json.loads(notebook.read_text())
     assert content["metadata"]["kernelspec"]["language"] == "python", "papermill needs it"
     first = "".join(content["cells"][0]["source"])
     recipes = ("train", "slices", "evaluate", "generate")
-    assert first.startswith("# ") and (notebook.stem in recipes or "\n> " in first), (
-        "a title, and a summary in one line"
-    )
+    recipe = notebook.parent == NBS and notebook.stem in recipes
+    assert first.startswith("# ") and (recipe or "\n> " in first), "a title, and a summary in one line"
 
 
 def test_nothing_of_the_machine_it_was_made_on():
@@ -92,7 +128,7 @@ def test_nothing_of_the_machine_it_was_made_on():
         assert f"{REPO}/" not in content and f"{Path.home()}/" not in content, name
 
 
-PAGES = [*REPO.glob("*.md"), *REPO.glob("*/README.md"), *NBS.glob("*.ipynb"), *REPO.glob("kaggle/*/*.ipynb")]
+PAGES = [*REPO.glob("*.md"), *REPO.glob("*/README.md"), *NBS.rglob("*.ipynb"), *REPO.glob("kaggle/*/*.ipynb")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
@@ -111,10 +147,10 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("room", ORDER)
 def test_nothing_is_unpickled_or_run_that_came_from_elsewhere(room):
     "As SECURITY.md says: pickle goes from a notebook to its own ranks only, and no code of a model or a dataset is run."
-    source = (REPO / "multigpu_ft" / f"{room}.py").read_text()
+    source = file_of(room).read_text()
     called = {ast.unparse(node.func): node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)}
     if any(name.split(".")[-1] in ("loads", "load", "Unpickler") and "pickle" in name for name in called):
-        assert room in ("calls", "generation"), f"{room} unpickles"
+        assert room in ("launcher.functions", "generation.generator"), f"{room} unpickles"
     for name, node in called.items():
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         assert name != "torch.load" or given.get("weights_only") == "True", f"{room} loads without weights_only"

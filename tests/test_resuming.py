@@ -13,8 +13,9 @@ import pytest
 from conftest import BIN, NBS, processes, ranks, running, slow, until
 
 from multigpu_ft import CheckpointError, Run, RunConfig, RunDir, RunFailed, Slices, launch
-from multigpu_ft.lineage import commit, contents, find_checkpoints, fingerprint, read_progress, verify_checkpoint
-from multigpu_ft.rundir import PARTIAL, STOPPED_EXIT_CODE
+from multigpu_ft.checkpoints.discovery import find_checkpoints
+from multigpu_ft.checkpoints.manifest import commit, contents, fingerprint, read_progress, verify_checkpoint
+from multigpu_ft.run.run_dir import PARTIAL, STOPPED_EXIT_CODE
 
 
 def remarks(run):
@@ -214,7 +215,7 @@ SLOW = """
 import sys
 if 'multigpu_ft.training' in sys.orig_argv:
     import time
-    from multigpu_ft import batches
+    from multigpu_ft.data import batches
     original = batches.epoch_steps
     def slow(*arguments):
         for step in original(*arguments):
@@ -328,7 +329,7 @@ def test_a_stopped_process_is_found_within_the_timeout(run_root, strategy):
 HANG = """
 import os, sys
 if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
-    from multigpu_ft import batches
+    from multigpu_ft.data import batches
     original = batches.epoch_steps
     def hanging(*arguments):
         for number, step in enumerate(original(*arguments), 1):
@@ -354,14 +355,14 @@ OUT_OF_MEMORY = """
 import os, sys
 if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
     import torch
-    from multigpu_ft import losses
-    original, calls = losses.LossModel.forward, []
+    from multigpu_ft.models import loss
+    original, calls = loss.LossModel.forward, []
     def hungry(self, input_ids, **inputs):
         calls.append(1)
         if len(calls) > 12 and torch.is_grad_enabled() and len(input_ids) > LIMIT:
             raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
         return original(self, input_ids, **inputs)
-    losses.LossModel.forward = hungry
+    loss.LossModel.forward = hungry
 """
 
 

@@ -10,8 +10,9 @@ import sys
 import pytest
 from conftest import until
 
-from multigpu_ft.config import ConfigError, RunConfig
-from multigpu_ft.rundir import RunDir
+from multigpu_ft.run.config import RunConfig
+from multigpu_ft.run.errors import ConfigError
+from multigpu_ft.run.run_dir import RunDir
 
 REGION, ROLE, S3 = "eu-central-1", "SageMakerRole", "s3://bucket/ft"
 TRUST = {
@@ -99,7 +100,7 @@ def equal_as_far_as_told(told, sent, found):
 
 
 def test_the_job_is_what_was_shown_and_nothing_is_sent_before(aws, sent):
-    from multigpu_ft.sagemaker_job import deploy_sagemaker
+    from multigpu_ft.deploy.sagemaker import deploy_sagemaker
 
     cfg = RunConfig.preset(
         "opt-1.3b-arxiv",
@@ -166,7 +167,7 @@ def test_the_job_is_what_was_shown_and_nothing_is_sent_before(aws, sent):
 
 
 def test_several_machines_share_a_file_system(aws, sent):
-    from multigpu_ft.sagemaker_job import deploy_sagemaker
+    from multigpu_ft.deploy.sagemaker import deploy_sagemaker
 
     job = deploy_sagemaker(
         RunConfig(strategy="fsdp"),
@@ -196,9 +197,9 @@ def test_several_machines_share_a_file_system(aws, sent):
 
 
 def test_what_is_missing_is_told(aws, monkeypatch):
-    from multigpu_ft import sagemaker_job
+    from multigpu_ft.deploy import sagemaker
 
-    deploy = sagemaker_job.deploy_sagemaker
+    deploy = sagemaker.deploy_sagemaker
     with pytest.raises(ConfigError, match="no_such_role"):
         deploy(RunConfig(), S3, role="no_such_role", submit=True)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -249,8 +250,8 @@ def start_as_sagemaker_does(folder, hyper_parameters, **environ):
 def test_the_entry_trains_and_goes_on_after_an_interruption(aws, tmp_path):
     from sagemaker.train.container_drivers.scripts.environment import deserialize_hyperparameters
 
-    from multigpu_ft.sagemaker_job import deploy_sagemaker
-    from multigpu_ft.shipping import pack
+    from multigpu_ft.deploy.bundle import pack
+    from multigpu_ft.deploy.sagemaker import deploy_sagemaker
 
     data = tmp_path / "inputs" / "texts.jsonl"
     data.parent.mkdir()
@@ -274,7 +275,9 @@ def test_the_entry_trains_and_goes_on_after_an_interruption(aws, tmp_path):
         secret_arn=arn,
     )
     pack(tmp_path / "code", job.config, without=("torch",))
-    (tmp_path / "code" / "sagemaker_run.py").write_text("from multigpu_ft.sagemaker_entry import main\n\nmain()\n")
+    (tmp_path / "code" / "sagemaker_run.py").write_text(
+        "from multigpu_ft.deploy.sagemaker_entry import main\n\nmain()\n"
+    )
     told = deserialize_hyperparameters({**job.request["HyperParameters"], "run_root": str(tmp_path / "checkpoints")})
     environ = {"SM_CHANNEL_DATASET": str(data.parent), **job.request["Environment"]}
     start_as_sagemaker_does(tmp_path, told, **environ)
@@ -316,7 +319,7 @@ def test_sigterm_stops_in_order_and_the_next_start_goes_on(tmp_path):
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
     }
-    command = [sys.executable, "-c", "from multigpu_ft.sagemaker_entry import main; main()"]
+    command = [sys.executable, "-c", "from multigpu_ft.deploy.sagemaker_entry import main; main()"]
     run_dir = RunDir(tmp_path / "checkpoints" / "mine")
     process = subprocess.Popen(command, env={**env, "SM_HPS": json.dumps(told), "MASTER_PORT": str(free_port())})
     try:
@@ -340,7 +343,7 @@ def test_a_mistake_ends_every_rank_with_its_reason(tmp_path):
         "RANK": "0",
     }
     done = subprocess.run(
-        [sys.executable, "-c", "from multigpu_ft.sagemaker_entry import main; main()"],
+        [sys.executable, "-c", "from multigpu_ft.deploy.sagemaker_entry import main; main()"],
         env=env,
         capture_output=True,
         text=True,
@@ -350,7 +353,7 @@ def test_a_mistake_ends_every_rank_with_its_reason(tmp_path):
 
 
 def test_a_secret_that_does_not_do_is_told_without_its_value(aws):
-    from multigpu_ft.sagemaker_entry import take_secrets
+    from multigpu_ft.deploy.sagemaker_entry import take_secrets
 
     client = aws.client("secretsmanager")
     good = client.create_secret(Name="good", SecretString=json.dumps({"WANDB_API_KEY": "k" * 40, "other": "o"}))["ARN"]

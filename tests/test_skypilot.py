@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from multigpu_ft.config import ConfigError, RunConfig
-from multigpu_ft.skypilot_task import deploy_skypilot
+from multigpu_ft.deploy.skypilot import deploy_skypilot
+from multigpu_ft.run.config import RunConfig
+from multigpu_ft.run.errors import ConfigError
 
 SKY = Path(sys.prefix) / "skypilot" / "bin" / "python"  # the Makefile makes it
 

@@ -17,11 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb_server import KEY, SilentServer, WandbServer
 
 from multigpu_ft import ConfigError, RunConfig
-from multigpu_ft.boards import TensorBoard, scalars
-from multigpu_ft.lines import earlier_metrics
-from multigpu_ft.machine import for_this_machine, keep_outputs
-from multigpu_ft.rundir import RunDir
-from multigpu_ft.trackers import check_trackers, logged_steps
+from multigpu_ft.launcher.api import for_this_machine
+from multigpu_ft.launcher.outputs import keep_outputs
+from multigpu_ft.run.run_dir import RunDir
+from multigpu_ft.tracking.lineage import earlier_metrics
+from multigpu_ft.tracking.tensorboard import TensorBoard, scalars
+from multigpu_ft.tracking.trackers import check_trackers
+from multigpu_ft.tracking.wandb import logged_steps
 
 NOBODY = {"WANDB_API_KEY": "", "WANDB_BASE_URL": "http://127.0.0.1:9", "NETRC": "/dev/null", "HF_TOKEN": ""}
 EVERYTHING = {"scalars": 0, "histograms": 0, "tensors": 0}  # EventAccumulator otherwise keeps a sample
@@ -368,14 +370,14 @@ def counted_on_each_rank(strategy_name):
     import torch
     import torch.distributed as dist
 
-    from multigpu_ft.batches import collate
-    from multigpu_ft.choosing import make_strategy
-    from multigpu_ft.histograms import histograms
-    from multigpu_ft.losses import LossModel
-    from multigpu_ft.models import load_model, load_tokenizer
-    from multigpu_ft.optimizers import make_optimizer
-    from multigpu_ft.strategies import World
-    from multigpu_ft.tokens import Text
+    from multigpu_ft.data.batches import collate
+    from multigpu_ft.data.tokenization import Text
+    from multigpu_ft.distributed.world import World
+    from multigpu_ft.models.loading import load_model, load_tokenizer
+    from multigpu_ft.models.loss import LossModel
+    from multigpu_ft.tracking.histograms import histograms
+    from multigpu_ft.training.setup import make_strategy
+    from multigpu_ft.training.step import make_optimizer
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not dist.is_initialized():

@@ -110,8 +110,8 @@ print(total / targets, type(model).__name__, model.generate(ids[:, :4], max_new_
 
 @pytest.mark.parametrize("strategy", [slow("single"), slow("ddp"), "fsdp"])
 def test_export_is_the_trained_model(train, run_root, tmp_path, strategy):
-    from multigpu_ft.batches import epoch_order
-    from multigpu_ft.data import builtin_corpus
+    from multigpu_ft.data.batches import epoch_order
+    from multigpu_ft.data.sources import builtin_corpus
 
     run = train(RunConfig(run_root=str(run_root), strategy=strategy, batch_size=8, packing="padded", end_idx=160))
     rows = 8 * run.status["world_size"]

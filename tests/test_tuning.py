@@ -11,8 +11,8 @@ import torch
 from conftest import slow
 
 from multigpu_ft import CheckpointError, RunConfig, launch, load_export
-from multigpu_ft.config import PRESETS
-from multigpu_ft.tokens import tokenize_chats
+from multigpu_ft.data.tokenization import tokenize_chats
+from multigpu_ft.run.config import PRESETS
 
 # -- every tuning under every strategy ------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ TEMPLATES = {  # what opens and closes an assistant's turn
 
 @pytest.fixture(scope="module")
 def chat_tokenizer():
-    from multigpu_ft.models import load_tokenizer
+    from multigpu_ft.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(RunConfig())
     marks = [

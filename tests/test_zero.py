@@ -11,8 +11,8 @@ from conftest import slow
 from test_resuming import error_of
 
 from multigpu_ft import ConfigError, Run, RunConfig, RunFailed, launch, load_export
-from multigpu_ft.fitting import simulations
-from multigpu_ft.gpus import find_gpu
+from multigpu_ft.memory.fit import simulations
+from multigpu_ft.run.environment import find_gpu
 
 WAYS = [{"strategy": name} for name in ("accelerate", "zero1", "zero2", "zero3")]
 STRATEGIES = ("ddp", "fsdp", *(way["strategy"] for way in WAYS))
