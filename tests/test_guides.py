@@ -8,14 +8,15 @@ import pytest
 from conftest import NBS, REPO, outputs, papermill, processes, slow
 from hub import Hub, environment
 
-GUIDES = sorted(path.stem for path in NBS.glob("guide_*.ipynb"))
+FOLDER = NBS / "guides"
+GUIDES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 KAGGLE = REPO / "kaggle"
 SMALLER = {  # papermill parameters
-    "guide_slices": {"end_idx": 600, "hf_repo": "jane/slices"},
-    "guide_chat": {"num_train": 200, "num_epochs": 1, "eval_every": 2, "presets": "qwen3-lora-chat"},
-    "guide_sst2": {"num_epochs": 1},
-    "guide_evaluation": {"slice_size": 120, "held_out_end": 9050},
-    "guide_loop": {
+    "slices": {"end_idx": 600, "hf_repo": "jane/slices"},
+    "chat": {"num_train": 200, "num_epochs": 1, "eval_every": 2, "presets": "qwen3-lora-chat"},
+    "sst2": {"num_epochs": 1},
+    "evaluation": {"slice_size": 120, "held_out_end": 9050},
+    "loop": {
         "dataset": "sums.jsonl",
         "num_train": 64,
         "num_epochs": 20,
@@ -26,7 +27,7 @@ SMALLER = {  # papermill parameters
         "num_epochs_again": 1,
     },
 }
-SLOW = ("guide_chat", "guide_evaluation", "guide_machines", "guide_strategies")
+SLOW = ("chat", "evaluation", "machines", "strategies")
 
 
 def read(notebook):
@@ -37,8 +38,8 @@ def read(notebook):
 def folder(tmp_path):
     "Where a guide finds what lies beside it in a checkout."
     (tmp_path / "bench").symlink_to(REPO / "bench")
-    (tmp_path / "nbs").mkdir()
-    yield tmp_path / "nbs"
+    (tmp_path / "nbs" / "guides").mkdir(parents=True)
+    yield tmp_path / "nbs" / "guides"
     assert not processes(tmp_path)
 
 
@@ -52,17 +53,17 @@ def run(notebook, folder, parameters=(), env=None):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "guide",
-    [slow(guide) if guide in SLOW else guide for guide in GUIDES if guide not in ("guide_slices", "guide_loop")],
+    [slow(guide) if guide in SLOW else guide for guide in GUIDES if guide not in ("slices", "loop")],
 )
 def test_a_guide_runs_from_top_to_bottom(guide, folder):
-    run(NBS / f"{guide}.ipynb", folder, SMALLER.get(guide, {}))
+    run(FOLDER / f"{guide}.ipynb", folder, SMALLER.get(guide, {}))
 
 
 @pytest.mark.timeout(900)
 def test_slices_over_days_and_through_the_hub(folder, tmp_path):
     hub = Hub(tmp_path / "hub")
     try:
-        shown = run(NBS / "guide_slices.ipynb", folder, SMALLER["guide_slices"], environment(hub))
+        shown = run(FOLDER / "slices.ipynb", folder, SMALLER["slices"], environment(hub))
     finally:
         hub.close()
     assert "day-1-2: continues from checkpoint" in shown and "from-the-hub: continues from checkpoint" in shown
@@ -82,7 +83,7 @@ def test_it_learns_to_add_and_then_from_its_own_additions(folder):
         for a, b in sums
     ]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = run(NBS / "guide_loop.ipynb", folder, SMALLER["guide_loop"])
+    shown = run(FOLDER / "loop.ipynb", folder, SMALLER["loop"])
     before, after = map(
         float, re.search(r"good answers to unseen questions: before ([\d.]+)%, after ([\d.]+)%", shown).groups()
     )
@@ -91,7 +92,7 @@ def test_it_learns_to_add_and_then_from_its_own_additions(folder):
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_a_guide_is_short_and_has_its_pictures(guide):
-    cells = read(NBS / f"{guide}.ipynb")
+    cells = read(FOLDER / f"{guide}.ipynb")
     assert len(cells) < 15 and len(GUIDES) >= 8
     shown = [data for cell in cells for output in cell.get("outputs", []) for data in [output.get("data", {})]]
     kept = (
@@ -99,12 +100,12 @@ def test_a_guide_is_short_and_has_its_pictures(guide):
     )  # where running it takes too long to be done again for every change
     if kept.exists():
         shown += [output.get("data", {}) for cell in read(kept) for output in cell.get("outputs", [])]
-    assert guide == "guide_kubernetes" or any(
+    assert guide == "kubernetes" or any(
         "image/png" in data or "<svg" in str(data) or "data:image" in str(data) for data in shown
     )
     assert all(cell.get("outputs") is not None for cell in cells if cell["cell_type"] == "code")
     for link in re.findall(r"\]\(([\w./-]+)\)", "".join("".join(cell["source"]) for cell in cells)):
-        assert (NBS / link).exists(), link
+        assert (FOLDER / link).exists(), link
 
 
 @pytest.mark.slow
