@@ -17,23 +17,23 @@ from typing import Any
 
 import tyro
 
-from .generation.api import generate
-from .diagnostics import doctor
-from .launcher.commands import flags
-from .run.config import PRESETS, PRESET_NEEDS, RunConfig
-from .run.errors import ConfigError
-from .run.secrets import refuse_secrets
-from .memory.api import estimate
-from .evaluation.api import evaluate
-from .run.failures import RunFailed
 from .deploy.kubernetes import BAD_SETTINGS_EXIT_CODE, deploy_kubernetes
-from .launcher.api import Runs, launch, runs
-from .launcher.run import Run, Terminated
-from .run.run_dir import STOPPED_EXIT_CODE
 from .deploy.sagemaker import deploy_sagemaker
 from .deploy.skypilot import deploy_skypilot
+from .diagnostics import doctor
+from .evaluation.api import evaluate
+from .generation.api import generate
+from .launcher.api import Runs, launch, runs
+from .launcher.commands import flags
+from .launcher.run import Run, Terminated
 from .launcher.slices import run_slices
 from .launcher.sync import sync
+from .memory.api import estimate
+from .run.config import PRESET_NEEDS, PRESETS, RunConfig
+from .run.errors import ConfigError
+from .run.failures import RunFailed
+from .run.run_dir import STOPPED_EXIT_CODE
+from .run.secrets import refuse_secrets
 
 # %% ../nbs/04_cli.ipynb #40d17701
 def _take(arguments: list[str], flag: str) -> str | None:

@@ -20,13 +20,13 @@ import ipywidgets as w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from .launcher.commands import recipe
-from .run.config import PRESETS, PRESET_NEEDS, RunConfig
-from .run.errors import ConfigError
-from .memory.api import estimate
-from .launcher.api import launch
-from .launcher.run import Run
 from .display.panel import Place, has_viewer
+from .launcher.api import launch
+from .launcher.commands import recipe
+from .launcher.run import Run
+from .memory.api import estimate
+from .run.config import PRESET_NEEDS, PRESETS, RunConfig
+from .run.errors import ConfigError
 
 # %% ../nbs/01_config_form.ipynb #58c5611e
 def _kinds(info: FieldInfo) -> tuple[Any, ...]:

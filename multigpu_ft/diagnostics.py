@@ -25,10 +25,10 @@ from typing import Any
 
 import psutil
 
-from .run import environment, secrets
-from .run.failures import RunFailed
-from .run.environment import Device, has_bf16, installed_gpus, visible_among
 from .launcher.api import launch
+from .run import environment, secrets
+from .run.environment import Device, has_bf16, installed_gpus, visible_among
+from .run.failures import RunFailed
 
 # %% ../nbs/02_diagnostics.ipynb #4ad59cf1
 _COLORS = {"ok": "#1a7f4b", "warn": "#9a6700", "bad": "#c0352b"}  # white text on each has a contrast of 4.5 at least

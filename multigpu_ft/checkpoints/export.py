@@ -23,21 +23,18 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..models.lora import changes_nothing, merged_weights, whole
+from .manifest import read_progress, without_folder
 from ..data.batches import collate
+from ..data.tokenization import Text
+from ..distributed.strategies import Single, evaluating
+from ..distributed.world import World, to_device
+from ..models.loading import load_model, model_class
+from ..models.lora import changes_nothing, merged_weights, whole, without_adapter
+from ..models.loss import ClassifierLoss, LossModel
+from ..models.quantization import packed_layers, to_evaluation_mode
 from ..run.config import BUILTIN_MODEL, RunConfig
 from ..run.errors import CheckpointError
-from ..distributed.strategies import evaluating
-from ..distributed.world import to_device
-from .manifest import read_progress, without_folder
-from ..models.lora import without_adapter
-from ..models.loss import ClassifierLoss, LossModel
-from ..models.loading import load_model, model_class
-from ..models.quantization import packed_layers, to_evaluation_mode
 from ..run.run_dir import RunDir
-from ..distributed.strategies import Single
-from ..distributed.world import World
-from ..data.tokenization import Text
 
 # %% ../../nbs/checkpoints/05_export.ipynb #2dc607aa
 CHECK_FILE, _OWN_BASE = "check.json", "base"

@@ -21,7 +21,7 @@ from .discovery import damaged, find_checkpoints, is_foreign
 from .manifest import PROGRESS_FILE, at_home, difference, read_progress, verify_checkpoint
 from .progress import Progress
 from .storage import Disks
-from .writer import stored_row, set_random_state
+from .writer import set_random_state, stored_row
 from ..distributed.strategies import Single
 from ..distributed.world import Part, World
 from ..run.config import RunConfig

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..distributed.world import World
 from ..run.errors import CheckpointError, ConfigError
 from ..run.run_dir import RunDir
-from ..distributed.world import World
 
 # %% ../../nbs/checkpoints/03_storage.ipynb #e5815754
 _CHUNK = 64 * 2**20  # bytes

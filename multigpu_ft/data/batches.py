@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..run.config import RunConfig
 from .tokenization import Text, TokenizedTexts
+from ..run.config import RunConfig
 
 # %% ../../nbs/data/05_batches.ipynb #10fc87b7
 def epoch_order(num_texts: int, seed: int, epoch: int) -> np.ndarray:

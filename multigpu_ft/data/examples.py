@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .labels import label_number
-from .sources import Source, local_file, field_text, field_value, whole_text
+from .sources import Source, field_text, field_value, local_file, whole_text
 from ..run.config import BUILTIN_DATASET, RunConfig
 from ..run.errors import DataError
 

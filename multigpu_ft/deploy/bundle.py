@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import multigpu_ft
+from ..checkpoints.discovery import HUB_PREFIX
+from ..distributed.deepspeed_config import with_zero_config
 from ..launcher.commands import changed_settings
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
-from ..checkpoints.discovery import HUB_PREFIX
 from ..run.run_dir import short_name
-from ..distributed.deepspeed_config import with_zero_config
 
 # %% ../../nbs/deploy/01_bundle.ipynb #db144173
 _NAME = "multigpu_ft"

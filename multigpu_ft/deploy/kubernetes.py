@@ -28,11 +28,11 @@ from multigpu_ft.deploy.kubernetes_pods import (
     node_template,
     tensorboard_template,
 )
+from .kubernetes_resources import SECRET_NAME, Resources, secret_command
+from ..distributed.deepspeed_config import read_zero_config
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
-from .kubernetes_resources import Resources, SECRET_NAME, secret_command
 from ..run.run_dir import STOPPED_EXIT_CODE, short_name
-from ..distributed.deepspeed_config import read_zero_config
 
 # %% ../../nbs/deploy/05_kubernetes.ipynb #303b162e
 _OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".pt")

@@ -13,8 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..run.errors import ConfigError, did_you_mean
-from ..run.secrets import hide_secrets, refuse_secrets
-from ..run.secrets import SECRETS
+from ..run.secrets import SECRETS, hide_secrets, refuse_secrets
 
 # %% auto #0
 __all__ = ['SECRET_NAME', 'bytes_of', 'Gpu', 'Compute', 'SharedVolume', 'Toleration', 'Resources', 'secret_command']

@@ -14,11 +14,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from .bundle import names, pack, settings, travelling
+from .sagemaker_entry import CHECKPOINTS, SECRET_VARIABLE
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
 from ..run.secrets import hide_secrets, refuse_secrets
-from .sagemaker_entry import CHECKPOINTS, SECRET_VARIABLE
-from .bundle import names, pack, settings, travelling
 
 # %% ../../nbs/deploy/07_sagemaker.ipynb #e93ce864
 _INPUTS = "/opt/ml/input/data"

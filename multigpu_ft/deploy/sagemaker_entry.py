@@ -18,9 +18,9 @@ from typing import Any
 
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
-from ..run.secrets import SECRETS
 from ..run.processes import AGENT_PID_VARIABLE
 from ..run.run_dir import RunDir
+from ..run.secrets import SECRETS
 
 # %% ../../nbs/deploy/06_sagemaker_entry.ipynb #65c7b1d5
 CHECKPOINTS = "/opt/ml/checkpoints"  # a folder of each machine that SageMaker keeps in step with S3

@@ -20,12 +20,11 @@ from typing import Any
 
 import yaml
 
+from .bundle import names, pack, settings, travelling
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
-from ..run.secrets import hide_secrets, refuse_secrets
-from ..run.secrets import use_secrets
 from ..run.run_dir import STOPPED_EXIT_CODE
-from .bundle import names, pack, settings, travelling
+from ..run.secrets import hide_secrets, refuse_secrets, use_secrets
 
 # %% ../../nbs/deploy/08_skypilot.ipynb #f4f2fb79
 _PORT = 29400

@@ -16,9 +16,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..run.failures import tail
-from .plots import Curve, curve_svg, notebook_shell
 from ..checkpoints.discovery import size
+from .plots import Curve, curve_svg, notebook_shell
+from ..run.failures import tail
 from ..run.run_dir import LIVE_STATES
 
 # %% ../../nbs/display/02_panel.ipynb #dbd7e68d

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..run.config import RunConfig
-from ..run.errors import CheckpointError, ConfigError
+from .deepspeed_config import MAX_LIVE, require_packages, zero_settings
+from .strategies import Single
 from .weights import let_go, trim_heap
+from .world import Part, SavedParts, World
 from ..models.blocks import transformer_blocks
 from ..models.quantization import elements
-from .strategies import Single
-from .world import Part, SavedParts, World
-from .deepspeed_config import MAX_LIVE, require_packages, zero_settings
+from ..run.config import RunConfig
+from ..run.errors import CheckpointError, ConfigError
 
 # %% ../../nbs/distributed/05_deepspeed.ipynb #1371364b
 _PRECISION = {torch.float32: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -300,8 +300,8 @@ class ZeRO(Accelerated):
         if self.stage < 3:
             self.engine.optimizer.update_lp_params()
             return
-        from deepspeed.utils import safe_get_full_fp32_param
         from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
 
         for p in trained:
             with GatheredParameters([p], modifier_rank=0):

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..run.errors import ModelError
 from ..models.quantization import packed_layers
+from ..run.errors import ModelError
 
 # %% ../../nbs/distributed/02_weights.ipynb #48f86be9
 def share_quantization(model: nn.Module, dtype: torch.dtype, is_main: bool) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 from ..data.labels import scores
 from multigpu_ft.evaluation.statistics import (
     CONFIDENCE,
-    Estimate,
     FEWEST,
+    Estimate,
     mcnemar,
     ratio_estimates,
     share_difference,

@@ -21,22 +21,22 @@ from typing import Any
 
 import numpy as np
 
+from ..display.plots import png_bytes
 from multigpu_ft.evaluation.comparison import (
     BETTER,
+    NO_DIFFERENCE,
+    WORSE,
     Compared,
     Comparison,
     Measured,
-    NO_DIFFERENCE,
     Result,
-    WORSE,
     decimals,
     perplexity,
     texts_seen,
     trained_spans,
 )
-from .statistics import CONFIDENCE, DRAWS, Estimate
-from ..display.plots import png_bytes
 from .plots import pictures
+from .statistics import CONFIDENCE, DRAWS, Estimate
 from ..run.run_dir import replace_file, write_json
 
 # %% ../../nbs/evaluation/06_report.ipynb #8a6d2a33

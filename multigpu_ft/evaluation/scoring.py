@@ -19,12 +19,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..data.batches import collate, deal
-from .comparison import Measured, Scores
-from ..run.config import RunConfig
-from ..run.errors import CheckpointError, DataError
 from ..data.examples import Texts, load_texts
 from ..data.labels import find_label_names
 from ..data.sources import columns
+from ..data.tokenization import TokenizedTexts, opening, tokenize, tokenizer_digest
+from ..distributed.strategies import Single, evaluating
+from ..distributed.weights import release_memory
+from ..distributed.world import World, join_world, to_device
+from .comparison import Measured, Scores
+from .plan import Plan, shown_data
 from multigpu_ft.generation.decoding import (
     Answer,
     GroupedDecoder,
@@ -34,18 +37,12 @@ from multigpu_ft.generation.decoding import (
     can_be_placed,
     end_tokens,
 )
-from ..distributed.strategies import evaluating
-from ..distributed.world import to_device
-from ..distributed.weights import release_memory
-from ..models.loading import load_config, load_tokenizer, order_labels
-from .plan import Plan, shown_data
 from ..generation.fine_tuned import Subject
-from ..data.tokenization import tokenizer_digest
-from ..generation.sampling import Sampling, sequence_seed
-from ..distributed.strategies import Single
-from ..distributed.world import World, join_world
 from ..generation.inference_model import Loaded, load_holder, place_of, quantization_of
-from ..data.tokenization import TokenizedTexts, opening, tokenize
+from ..generation.sampling import Sampling, sequence_seed
+from ..models.loading import load_config, load_tokenizer, order_labels
+from ..run.config import RunConfig
+from ..run.errors import CheckpointError, DataError
 
 # %% ../../nbs/evaluation/04_scoring.ipynb #bc4cefa2
 @dataclass(frozen=True)

@@ -18,21 +18,27 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..launcher.functions import pack, start_agent
-from ..run.config import RunConfig
-from ..run.errors import ConfigError
-from ..run.secrets import refuse_secrets
 from ..data.sources import count_rows
-from .fine_tuned import count, fetch_export
-from ..launcher.run import Run
-from ..run.processes import is_alive
-from ..run.environment import session_end
-from ..run.secrets import use_secrets
 from ..display.panel import say
-from .fine_tuned import Subject, export_subject, find_runs, find_subjects, of_the_model
-from .prompts import load_questions
 from .completions import Assignment, load_reward
+from multigpu_ft.generation.fine_tuned import (
+    Subject,
+    count,
+    export_subject,
+    fetch_export,
+    find_runs,
+    find_subjects,
+    of_the_model,
+)
+from .prompts import load_questions
+from ..launcher.functions import pack, start_agent
+from ..launcher.run import Run
+from ..run.config import RunConfig
+from ..run.environment import session_end
+from ..run.errors import ConfigError
+from ..run.processes import is_alive
 from ..run.run_dir import RunDir, write_json
+from ..run.secrets import refuse_secrets, use_secrets
 
 # %% ../../nbs/generation/11_api.ipynb #f5913f5a
 class Answers(Sequence[dict[str, Any]]):

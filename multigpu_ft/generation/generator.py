@@ -54,7 +54,7 @@ from ..models.loading import PLAIN_CHAT, load_tokenizer
 from ..models.quantization import to_evaluation_mode
 from ..run.config import RunConfig
 from ..run.errors import ModelError
-from ..run.processes import Beat, IDLE, StopSignal, leave, write_error
+from ..run.processes import IDLE, Beat, StopSignal, leave, write_error
 from ..run.run_dir import COMMIT_FILE, RunDir, commit_digest, read_commit
 from ..run.secrets import hide_secrets, use_secrets
 from ..tracking.metrics import Tracker, peak_memory

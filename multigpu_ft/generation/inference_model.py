@@ -17,23 +17,20 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..models.lora import adapted_layers, add_adapter, changes_nothing
+from ..checkpoints.export import confirm_export, read_check
 from ..checkpoints.resume import load_checkpoint
+from ..data.tokenization import TokenizedTexts
+from ..distributed.strategies import FSDP, Single, evaluating
+from ..distributed.weights import align
+from ..distributed.world import World, compute_dtype, free_bytes, to_device
+from .fine_tuned import Subject
+from ..models.loading import load_shell
+from ..models.lora import adapted_layers, add_adapter, changes_nothing
+from ..models.loss import ClassifierLoss, LossModel
+from ..models.quantization import choose_quantization, frozen_bytes
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError, ModelError
-from ..distributed.strategies import evaluating
-from ..distributed.world import to_device
-from ..checkpoints.export import confirm_export, read_check
-from ..distributed.weights import align
-from ..models.loss import ClassifierLoss, LossModel
-from ..training.setup import self_check
-from ..models.loading import load_shell
-from ..models.quantization import choose_quantization, frozen_bytes
-from .fine_tuned import Subject
-from ..training.setup import load_base
-from ..distributed.strategies import FSDP, Single
-from ..distributed.world import World, compute_dtype, free_bytes
-from ..data.tokenization import TokenizedTexts
+from ..training.setup import load_base, self_check
 
 # %% ../../nbs/generation/04_inference_model.ipynb #81e403cc
 _FILLED = 0.8  # of the free memory that weights may take, if there is to be room for activations

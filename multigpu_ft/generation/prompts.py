@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..run.config import RunConfig
-from ..run.errors import DataError
 from ..data.examples import load_rows
 from ..data.sources import whole_text
 from ..data.tokenization import asking
+from ..run.config import RunConfig
+from ..run.errors import DataError
 
 # %% ../../nbs/generation/06_prompts.ipynb #7a90d9a2
 @dataclass(frozen=True)

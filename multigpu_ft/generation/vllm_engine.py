@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ..run.config import RunConfig
 from .decoding import Answer, Request, Rules
 from .fine_tuned import Subject
+from ..run.config import RunConfig
 
 # %% ../../nbs/generation/05_vllm_engine.ipynb #bebb984c
 class VLLMDecoder:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .decoding import Answer, Request
 from ..distributed.weights import release_memory
+from .decoding import Answer, Request
 
 # %% ../../nbs/generation/08_work_queue.ipynb #5ea5ebf0
 def share_out(requests: list[Request], ranks: int) -> list[list[Request]]:

@@ -14,8 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..run.config import RunConfig
-from ..run.errors import CheckpointError
+from ..checkpoints.discovery import HUB_PREFIX
+from ..checkpoints.manifest import PROGRESS_FILE, digest, discard, flush, verify_checkpoint
+from ..distributed.weights import wait_for_rank_0
+from ..distributed.world import World
 from multigpu_ft.hub.repository import (
     Patience,
     Remote,
@@ -26,11 +28,9 @@ from multigpu_ft.hub.repository import (
     persist,
     reason,
 )
-from ..checkpoints.discovery import HUB_PREFIX
-from ..checkpoints.manifest import PROGRESS_FILE, digest, discard, flush, verify_checkpoint
-from ..distributed.weights import wait_for_rank_0
+from ..run.config import RunConfig
+from ..run.errors import CheckpointError
 from ..run.run_dir import COMMIT_FILE, HUB_FILE, PARTIAL, RunDir, write_json
-from ..distributed.world import World
 
 # %% ../../nbs/hub/03_download.ipynb #fc40da8f
 @contextmanager

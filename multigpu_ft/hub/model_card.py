@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.manifest import is_local, read_progress
+from ..data.sources import is_file_name
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError
-from ..data.sources import is_file_name
-from ..checkpoints.manifest import is_local, read_progress
 from ..run.run_dir import RunDir, read_commit
 
 # %% ../../nbs/hub/01_model_card.ipynb #1b31c68e

@@ -19,10 +19,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..run.config import RunConfig
-from ..run.errors import CheckpointError, ConfigError
 from ..checkpoints.discovery import HUB_PREFIX, refuse_stranger
 from ..checkpoints.manifest import PROGRESS_FILE, read_progress
+from ..run.config import RunConfig
+from ..run.errors import CheckpointError, ConfigError
 from ..run.run_dir import COMMIT_FILE, PARTIAL, read_commit
 
 # %% ../../nbs/hub/02_repository.ipynb #71b9bf1d

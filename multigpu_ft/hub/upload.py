@@ -30,9 +30,8 @@ from typing import Any
 
 import psutil
 
+from ..checkpoints.manifest import PROGRESS_FILE, digest
 from .model_card import MARK, model_card
-from ..run.config import RunConfig
-from ..run.errors import CheckpointError
 from multigpu_ft.hub.repository import (
     Patience,
     client_factory,
@@ -44,7 +43,8 @@ from multigpu_ft.hub.repository import (
     persist,
     reason,
 )
-from ..checkpoints.manifest import PROGRESS_FILE, digest
+from ..run.config import RunConfig
+from ..run.errors import CheckpointError
 from ..run.run_dir import COMMIT_FILE, HUB_FILE, RunDir, read_commit, write_json
 
 # %% ../../nbs/hub/04_upload.ipynb #c014d85b

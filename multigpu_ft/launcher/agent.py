@@ -6,11 +6,11 @@
 __all__ = ['Place', 'root_cause', 'Watchdog', 'process_count', 'main']
 
 # %% ../../nbs/launcher/05_agent.ipynb #70be143b
+from .outputs import keep_outputs
 from .restarts import Attempts
 from ..run.config import RunConfig
-from ..run.failures import failure_of
-from .outputs import keep_outputs
 from ..run.environment import outputs_folder
+from ..run.failures import failure_of
 from multigpu_ft.run.processes import (
     AGENT_PID_VARIABLE,
     IDLE,
@@ -23,7 +23,7 @@ from multigpu_ft.run.processes import (
     read_error,
     watch_parent,
 )
-from ..run.run_dir import FAILURE_FILE, GENERATION_FILE, RunDir, STOPPED_EXIT_CODE, write_json
+from ..run.run_dir import FAILURE_FILE, GENERATION_FILE, STOPPED_EXIT_CODE, RunDir, write_json
 
 _ORPHAN_GRACE_S = 4.0
 _SAVE_GRACE_S = 300  # after a SIGTERM; a rank that has nothing to save goes at once

@@ -28,12 +28,12 @@ from typing import Any
 
 import psutil
 
+from ..run.environment import visible_gpus
 from ..run.errors import ConfigError
 from ..run.failures import RunFailed, ending, failure_of, tail
-from ..run.environment import visible_gpus
-from ..run.secrets import use_secrets
 from ..run.processes import end_with_agent, is_running, leave, write_error
 from ..run.run_dir import RunDir, write_json
+from ..run.secrets import use_secrets
 
 # %% ../../nbs/launcher/02_functions.ipynb #f453b931
 _CALL, _RESULT = "call.pkl", "result.pkl"

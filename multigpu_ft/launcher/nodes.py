@@ -11,15 +11,14 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-from ..run.run_dir import begin_anew, clear_attempt
-from .functions import start_agent
 from .commands import node_command
-from ..run.config import RunConfig
-from ..run.errors import ConfigError, NodesError
-from ..run.environment import visible_gpus
-from ..run.processes import is_alive
+from .functions import start_agent
 from .rendezvous import split_address
-from ..run.run_dir import RunDir
+from ..run.config import RunConfig
+from ..run.environment import visible_gpus
+from ..run.errors import ConfigError, NodesError
+from ..run.processes import is_alive
+from ..run.run_dir import RunDir, begin_anew, clear_attempt
 
 # %% ../../nbs/launcher/08_nodes.ipynb #5b75a73c
 @dataclass(frozen=True)

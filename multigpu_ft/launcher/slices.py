@@ -13,17 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .commands import changed_settings, recipe
-from ..run.config import RunConfig
-from ..run.errors import ConfigError, DataError
-from ..data.sources import count_rows
-from ..run.failures import RunFailed, tail
-from ..display.plots import figures_as_png, loss_figure, save_png
-from .api import runs
-from .run import Run
 from ..checkpoints.discovery import belongs, find_checkpoints
 from ..checkpoints.manifest import difference, fingerprint
+from ..data.sources import count_rows
 from ..display.panel import LiveLine, progress_line
+from ..display.plots import figures_as_png, loss_figure, save_png
+from .api import runs
+from .commands import changed_settings, recipe
+from .run import Run
+from ..run.config import RunConfig
+from ..run.errors import ConfigError, DataError
+from ..run.failures import RunFailed, tail
 from ..run.run_dir import LIVE_STATES, short_name
 
 # %% ../../nbs/launcher/12_slices.ipynb #78cf5fe7

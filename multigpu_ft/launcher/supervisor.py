@@ -24,13 +24,12 @@ from importlib.metadata import version
 from typing import Any
 
 import multigpu_ft
-
-from .rendezvous import Peer, HEARTBEAT_S, RETRY_S, listen, own_addresses, split_address
+from .rendezvous import HEARTBEAT_S, RETRY_S, Peer, listen, own_addresses, split_address
 from .restarts import Attempts, cause
 from ..run.config import RunConfig
 from ..run.errors import ConfigError, NodesError
 from ..run.processes import NODE_VARIABLE, watch_parent
-from ..run.run_dir import BY_SIGNAL, FAILURE_FILE, RunDir, STOPPED_EXIT_CODE, clear_attempt
+from ..run.run_dir import BY_SIGNAL, FAILURE_FILE, STOPPED_EXIT_CODE, RunDir, clear_attempt
 
 # %% ../../nbs/launcher/07_supervisor.ipynb #3b967508
 _END_GRACE_S = 3.0  # for the other nodes to tell of their own failures, before their ranks are killed

@@ -9,14 +9,15 @@ __all__ = ['sync']
 from pathlib import Path
 from typing import Any
 
-from ..run.errors import ConfigError
-from ..hub.repository import check_access
-from .run import Run
-from ..run.secrets import use_secrets
 from ..display.panel import say
-from ..run.run_dir import LIVE_STATES
-from ..tracking.wandb import sync_wandb
+from ..hub.repository import check_access
 from ..hub.upload import Uploader
+from .run import Run
+from ..run.errors import ConfigError
+from ..run.run_dir import LIVE_STATES
+from ..run.secrets import use_secrets
+from ..tracking.trackers import check_trackers
+from ..tracking.wandb import sync_wandb
 
 # %% ../../nbs/launcher/11_sync.ipynb #4f5b9199
 def _sync_hub(run: Run) -> dict[str, Any]:
@@ -34,6 +35,7 @@ def _sync_hub(run: Run) -> dict[str, Any]:
 
 def _sync_wandb(run: Run) -> dict[str, Any]:
     "W&B. Raises `ConfigError` if there is no key, or W&B cannot be reached or refuses."
+    check_trackers(run.config)
     return {"uploaded": sync_wandb(run.dir.path), "remarks": []}
 
 

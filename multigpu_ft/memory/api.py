@@ -13,25 +13,24 @@ from typing import Any
 
 import psutil
 
-from ..run.config import BUILTIN_DATASET, RunConfig
-from ..run.errors import ConfigError
 from ..data.sources import count_rows
+from ..display.panel import say
+from ..display.plots import png_bytes
 from multigpu_ft.memory.fit import (
     CLOSE,
     DOES_NOT,
     FITS,
-    Fit,
     MAY_NOT,
+    Fit,
     Remedy,
     Simulations,
     decide,
     remedies,
     simulations,
 )
-from ..run.environment import GPU, find_gpu, has_bf16, visible_gpus
-from ..run.environment import default_run_root, session_hours
-from ..display.panel import say
-from ..display.plots import png_bytes
+from ..run.config import BUILTIN_DATASET, RunConfig
+from ..run.environment import GPU, default_run_root, find_gpu, has_bf16, session_hours, visible_gpus
+from ..run.errors import ConfigError
 
 # %% ../../nbs/memory/06_api.ipynb #3fe57004
 _KAGGLE_RAM_GIB, _KAGGLE_DISK_GIB, _SESSION_HOURS = 29.0, 19.5, 12.0

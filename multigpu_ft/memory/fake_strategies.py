@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..distributed.weights import places
-from .tracker import MemoryTracker
-from ..distributed.strategies import DDP, FSDP, Single
-from ..distributed.world import World, local_part
 from ..distributed.deepspeed_config import MAX_LIVE, SUB_GROUP, bucket_size
+from ..distributed.strategies import DDP, FSDP, Single
+from ..distributed.weights import places
+from ..distributed.world import World, local_part
+from .tracker import MemoryTracker
 
 # %% ../../nbs/memory/02_fake_strategies.ipynb #b16a4fbd
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from typing import Any
 import multigpu_ft
 from ..run import errors
 from ..run.config import BUILTIN_MODEL, RunConfig
-from ..run.errors import ConfigError
 from ..run.environment import GPU
+from ..run.errors import ConfigError
 
 # %% ../../nbs/memory/04_fit.ipynb #a9b3a0af
 class NoEstimate(ValueError):

@@ -13,11 +13,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..run.config import RunConfig
-from ..run.errors import ConfigError, did_you_mean
-from .fit import simulations
-from ..run.environment import GPU, find_gpu
 from ..display.plots import png_bytes
+from .fit import simulations
+from ..run.config import RunConfig
+from ..run.environment import GPU, find_gpu
+from ..run.errors import ConfigError, did_you_mean
 
 # %% ../../nbs/memory/05_scaling.ipynb #1d6fff5f
 _REACHED = 0.8

@@ -44,21 +44,21 @@ from transformers import AttentionInterface, AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ..data.batches import Step, collate
 from ..checkpoints.writer import checkpoint_bytes, export_bytes
-from ..run.config import BUILTIN_MODEL, RunConfig
-from ..run.errors import ConfigError, ModelError
-from ..run.environment import GPU
+from ..data.batches import Step, collate
+from ..data.tokenization import Text
+from ..distributed.strategies import Single
 from ..distributed.weights import make_4bit
+from .fake_strategies import STRATEGIES, SimulatedWorld
 from .tracker import MemoryTracker, read_peaks, reserved_bytes
 from ..models.blocks import transformer_blocks
 from ..models.loading import head_modules, load_shell, load_tokenizer
 from ..models.quantization import choose_quantization, count_weights, packed_layers
-from ..training.setup import put_under, with_loss
-from .fake_strategies import STRATEGIES, SimulatedWorld
-from ..distributed.strategies import Single
-from ..data.tokenization import Text
+from ..run.config import BUILTIN_MODEL, RunConfig
+from ..run.environment import GPU
+from ..run.errors import ConfigError, ModelError
 from ..tracking.metrics import Stopwatch, flops_per_token
+from ..training.setup import put_under, with_loss
 from ..training.step import train_step
 
 # %% ../../nbs/memory/03_simulation.ipynb #040467af

@@ -23,9 +23,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     OPTConfig,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    PretrainedConfig,
 )
 
 from ..data.sources import builtin_corpus, cache_dir

@@ -126,8 +126,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_under_zero(p: nn.Parameter) -> torch.Tensor:
-    from deepspeed.utils import safe_get_full_fp32_param
     from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
 
     if p.requires_grad:
         return safe_get_full_fp32_param(p)

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .tensorboard import Histogram
 from ..distributed.strategies import Single
 from ..distributed.world import part_of
+from .tensorboard import Histogram
 
 # %% ../../nbs/tracking/04_histograms.ipynb #4b8554b7
 _BINS = 64

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from ..data.batches import Step
-from ..run.environment import find_gpu
-from ..models.quantization import count_weights
-from ..run.run_dir import RunDir, replace_file
 from ..distributed.strategies import Single
+from ..models.quantization import count_weights
+from ..run.environment import find_gpu
+from ..run.run_dir import RunDir, replace_file
 
 # %% ../../nbs/tracking/01_metrics.ipynb #fc898857
 _STATUS_EVERY_S = 0.5

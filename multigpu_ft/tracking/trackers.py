@@ -19,7 +19,7 @@ from ..run.errors import ConfigError
 from ..run.run_dir import RunDir
 from .lineage import choose_line, earlier_metrics
 from .tensorboard import Histogram, TensorBoard
-from .wandb import Wandb, FINISH_S, shortened, tracked_settings
+from .wandb import FINISH_S, Wandb, shortened, tracked_settings
 
 # %% ../../nbs/tracking/06_trackers.ipynb #9f00b853
 def check_trackers(cfg: RunConfig) -> None:

@@ -38,7 +38,7 @@ from ..hub.upload import Uploader
 from ..models.loading import PLAIN_CHAT, load_tokenizer, order_labels
 from ..run.config import RunConfig
 from ..run.environment import outputs_folder
-from ..run.processes import Beat, IDLE, LEFT, StopSignal, leave, torchrun_number, write_error
+from ..run.processes import IDLE, LEFT, Beat, StopSignal, leave, torchrun_number, write_error
 from ..run.run_dir import RunDir, begin_anew, saved_at
 from ..run.secrets import hide_secrets, use_secrets
 from ..tracking.histograms import histograms
