@@ -1,9 +1,10 @@
-"""A fault harness: small runs that are killed, damaged and starved, each compared with one that nobody disturbed.
+"""A fault harness: small runs that are killed, damaged and starved, each compared with an undisturbed run.
 
     python tests/faults.py                    # the full size: `make faults`
     python tests/faults.py --kills 50 --only kills
 
-Repetition is cheap because runs are forked from a server that has torch imported already. A part of the kills goes through torchrun all the same.
+Repetition is cheap because runs are forked from a server that has already imported torch.
+Some of the kills still go through torchrun.
 """
 
 import argparse
@@ -32,11 +33,11 @@ from multigpu_ft.checkpoints.discovery import sweep
 from multigpu_ft.run.run_dir import PARTIAL
 
 TEXTS, WORDS, MAX_LENGTH = 48, 40, 32
-FIRST_ID = 4 + WORDS  # tokens from here on name a text each
+FIRST_ID = 4 + WORDS  # tokens from here on name one text each
 
 
 def make_material(folder):
-    "A tiny OPT with dropout, a tokenizer of words, and texts that each begin with a word of their own."
+    "Make a tiny OPT with dropout, a tokenizer of words, and texts that each begin with a unique word."
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedTokenizerFast
@@ -77,7 +78,7 @@ def make_material(folder):
 
 @contextlib.contextmanager
 def world_of_one():
-    "This process as the only rank of a process group, which is gone afterwards: the next test file in this process may want one, too."
+    "Make this process the only rank of a process group, and end the group afterwards for the next test file."
     import torch
     import torch.distributed as dist
 
@@ -117,7 +118,7 @@ def config(folder, root, **settings):
 
 
 def traced(epoch_steps, run_dir, rank):
-    "`epoch_steps`, writing down which texts each step is made of."
+    "Wrap `epoch_steps` to record which texts each step has."
 
     def steps(*arguments):
         for step in epoch_steps(*arguments):
@@ -132,7 +133,7 @@ def traced(epoch_steps, run_dir, rank):
 
 
 def guarded(run, run_dir, rank):
-    "`Training.run`, writing down the digest of this rank's frozen parameters before and after."
+    "Wrap `Training.run` to record the digest of this rank's frozen parameters before and after."
     import torch
 
     def frozen(training):
@@ -153,7 +154,7 @@ def guarded(run, run_dir, rank):
 
 
 def delayed(finish, seconds):
-    "`Training.finish` of a rank that has to wait for the disk, or for an upload, before it writes how the run ended."
+    "Wrap `Training.finish` to wait, as for a disk or an upload, before it writes how the run ended."
 
     def late(training, outcome):
         time.sleep(seconds)
@@ -163,7 +164,7 @@ def delayed(finish, seconds):
 
 
 def serve():
-    "Read one JSON request a line from standard input, fork an agent with its ranks for each, and answer with its process id."
+    "Read a JSON request per line from standard input, fork an agent with its ranks, and answer with its process id."
     import torch
     import torch.distributed.fsdp  # noqa: F401
     from tqdm import tqdm
@@ -172,10 +173,10 @@ def serve():
     import multigpu_ft.training.trainer  # noqa: F401
 
     torch.set_num_threads(1)
-    ready, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed prints when it is imported
+    ready, sys.stdout = sys.stdout, sys.stderr  # importing DeepSpeed prints
     tqdm.set_lock(
         threading.RLock()
-    )  # its own is a semaphore that forks share: killed with it in hand, a rank would stop all ranks after it
+    )  # forks share its own semaphore: a rank killed while holding it would block all later ranks
     AutoModelForCausalLM.from_pretrained(sys.argv[2])
     AutoTokenizer.from_pretrained(sys.argv[2])
     for name in sys.argv[3:]:
@@ -193,7 +194,7 @@ def serve():
 
 
 def be_agent(run_dir, nproc):
-    "As the agent does: start the ranks, end them all when one fails."
+    "Act as the agent: start the ranks, and end them all when one fails."
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     store = str(Path(run_dir) / "store")
@@ -241,7 +242,7 @@ def be_rank(run_dir, rank, nproc, agent, store):
 
 
 class Server:
-    "Starts runs in milliseconds."
+    "Starts runs in milliseconds, as forks of one process."
 
     def __init__(self, model, *modules):
         environment = {
@@ -260,7 +261,10 @@ class Server:
         assert self._process.stdout.readline() == "ready\n"
 
     def start(self, cfg, run_dir=None, **environment):
-        "A run directory for `cfg`, or the one that is started again, and the agent's process id. The ranks get the variables of `environment`."
+        """Start a run in a new directory for `cfg`, or restart one. Returns the directory and the agent's process id.
+
+        The ranks get the variables of `environment`.
+        """
         if run_dir is None:
             sweep(Path(cfg.run_root))
             run_dir = RunDir.create(cfg)
@@ -273,7 +277,7 @@ class Server:
         return run_dir, int(self._process.stdout.readline())
 
     def finish(self, cfg, run_dir=None, seconds=60, **environment):
-        "A run to its end."
+        "Run to the end. Returns the run directory."
         run_dir, agent = self.start(cfg, run_dir, **environment)
         wait_for_end(run_dir, agent, seconds)
         return run_dir
@@ -301,7 +305,7 @@ def wait_for_end(run_dir, agent, seconds=60):
 
 
 def final_state(checkpoint):
-    "A digest of every tensor of parameters and optimizer, whichever file its rows are in."
+    "Return a digest of every tensor of parameters and optimizer, whichever files hold its rows."
     from safetensors import safe_open
 
     rows = {}
@@ -317,13 +321,13 @@ def final_state(checkpoint):
 
 
 def lineage(runs):
-    "What the runs, each going on from one before, did together: losses and texts of each step that counts."
+    "Return what consecutive runs did together: losses and texts of each step that counts."
     losses, texts = {}, {}
     for run_dir in runs:
         status = run_dir.status()
         first = status.get("first_step")
         if first is None:
-            continue  # it was killed before it knew
+            continue  # killed before it knew
         for step in [s for s in losses if s >= first]:
             del losses[step]
         for step in [s for s in texts if s >= first]:
@@ -366,7 +370,7 @@ WAYS = [
 
 
 class Kills:
-    "SIGKILL of a random rank, or of the agent, at a random moment; then resume, to the end."
+    "Kills a random rank, or the agent, with SIGKILL at a random moment, then resumes to the end."
 
     def __init__(self, folder, server, material=None, ways=WAYS):
         self.folder, self.server, self.material, self.ways, self.expected, self.seconds = (
@@ -385,7 +389,7 @@ class Kills:
             assert_exact(self.expected[number], self.expected[number])
 
     def trial(self, seed, number=None):
-        "One run to its end, whatever happens to it on the way. Returns what was killed and when."
+        "Run to the end despite the kills. Returns what was killed and when."
         rng = random.Random(seed)
         number = rng.randrange(len(self.ways)) if number is None else number
         root = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"kill{seed}-"))
@@ -409,8 +413,11 @@ class Kills:
         return kills
 
     def stop_trial(self, seed, number=None, delay_s=0.0):
-        """One run that is asked to stop at a random step, and then goes on. Returns how it was asked, and the seconds until all was saved and gone.
-        Rank 0 writes how the run ended `delay_s` seconds after the other ranks have left."""
+        """Ask a run to stop at a random step, then resume it.
+
+        Returns how it was asked, and the seconds until everything was saved and all processes were gone. Rank 0 writes
+        how the run ended `delay_s` seconds after the other ranks have left.
+        """
         rng = random.Random(seed)
         number = rng.randrange(len(self.ways)) if number is None else number
         root = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"stop{seed}-"))
@@ -467,14 +474,14 @@ if 'multigpu_ft.training' in sys.orig_argv and 'RANK' in os.environ:
 
 
 def traced_by_torchrun(folder):
-    "Environment in which ranks that torchrun starts write down their texts too."
+    "Return an environment in which ranks that torchrun starts record their texts, too."
     (folder / "tracer").mkdir(exist_ok=True)
     (folder / "tracer" / "sitecustomize.py").write_text(TRACER)
     return {"PYTHONPATH": str(folder / "tracer"), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def torchrun_trial(kills, seed):
-    "As `Kills.trial`, through `launch` and torchrun."
+    "Do what `Kills.trial` does, through `launch` and torchrun."
     rng = random.Random(seed)
     number = rng.randrange(len(WAYS))
     root = Path(tempfile.mkdtemp(dir=kills.folder, prefix=f"torchrun{seed}-"))
@@ -505,7 +512,7 @@ def torchrun_trial(kills, seed):
 
 
 class Reshapes:
-    "Runs that go on with another number of ranks, strategy, micro-batch and accumulation; without dropout, which depends on them."
+    "Resumes runs with other ranks, strategy, micro-batch and accumulation; without dropout, which depends on them."
 
     def __init__(self, folder, server):
         self.folder, self.server, self.expected = folder, server, {}
@@ -519,7 +526,11 @@ class Reshapes:
         return config(self.folder, root, model=str(self.folder / "smooth"), **settings)
 
     def trial(self, seed):
-        "Returns the segments: strategy, ranks, batch_size, accum_steps, steps; and the largest relative difference of a loss."
+        """Run one series.
+
+        Returns the segments (strategy, ranks, batch_size, accum_steps, steps) and the largest relative difference of a
+        loss.
+        """
         rng = random.Random(seed)
         packing, rows = rng.choice(["padded", "packed", "bucketed"]), rng.choice([4, 6])
         slice_of = {"start_idx": (start := rng.randrange(8)), "end_idx": rng.randrange(start + 30, TEXTS + 1)}
@@ -539,7 +550,7 @@ class Reshapes:
             batch = rng.choice([b for b in range(1, rows + 1) if rows % (b * nproc) == 0])
             accum = (
                 rows // batch // nproc if not runs else rng.choice([1, 2, 3])
-            )  # later the global batch stays what it was, whatever this says
+            )  # later segments keep the global batch, whatever this says
             steps = rng.randint(1, 6)
             cfg = self.config(
                 root / "reshaped",
@@ -567,7 +578,7 @@ class Reshapes:
 
 
 class Damage:
-    "Files of a checkpoint truncated, removed, or with one bit flipped. The older one must be taken, and the damage named."
+    "Truncates, removes or flips a bit in a file of a checkpoint. The older one must be used, and the damage reported."
 
     def __init__(self, folder, server, world):
         from multigpu_ft.checkpoints.manifest import fingerprint

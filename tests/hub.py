@@ -1,10 +1,10 @@
-"""A small Hub on loopback, for the real client library: what huggingface_hub calls to create, list, upload, commit and download, with faults on request.
+"""A small Hub on loopback for the real huggingface_hub: create, list, upload, commit, download, with faults on request.
 
     python tests/hub.py --trials 60 --json bench/results/hub.json     # uploads and downloads under faults
 
-The client finds it by `HF_ENDPOINT`, which must be in the environment before huggingface_hub is imported. So clients are processes of their own, forked
-from one that has imported it. Content is kept in a folder, by digest; repositories are lists of revisions. After each commit the server looks whether a
-checkpoint lacks one of its files.
+The client finds it by `HF_ENDPOINT`, which must be set before huggingface_hub is imported. So clients are separate
+processes, forked from one that has imported it. Content is kept in a folder, by digest; repositories are lists
+of revisions. After each commit the server checks whether a checkpoint lacks one of its files.
 """
 
 import argparse
@@ -29,27 +29,25 @@ from urllib.parse import parse_qs, unquote
 
 from faults import gone
 
-WRITE, READ, WRONG = (
-    "hf_" + "w" * 34,
-    "hf_" + "r" * 34,
-    "hf_" + "x" * 34,
-)  # tokens of jane: one that may write, one that may read; and one of nobody
-PART, PAGE = 256 * 1024, 50  # bytes of a part, and above it there are several; files of a page
+WRITE = "hf_" + "w" * 34  # jane's token with write access
+READ = "hf_" + "r" * 34  # jane's read-only token
+WRONG = "hf_" + "x" * 34  # an invalid token
+PART = 256 * 1024  # bytes; larger files are uploaded in parts of this size
+PAGE = 50  # files on a page of a listing
 LFS = (".safetensors", ".bin", ".pt", ".pkl")
 
 
 class Faults:
-    "What goes wrong: chances for each request, and states that last."
+    "The faults: chances for each request, and lasting states."
 
     def __init__(self, seed=0):
         self.rng, self.lock = random.Random(seed), threading.Lock()
-        self.cut_up = self.cut_down = self.busy = (
-            0.0  # chances: the connection is cut while content comes or goes; 500, 503 or 429
-        )
+        self.cut_up = self.cut_down = 0.0  # chances that the connection is cut during an upload or a download
+        self.busy = 0.0  # chance of an answer of 500, 503 or 429
         self.bytes_per_second = None
-        self.outage_until = 0.0  # time.monotonic(); connections are closed at once until then
-        self.forbidden = False  # whoever writes is answered 403
-        self.full = False  # no commit is taken: 503
+        self.outage_until = 0.0  # by time.monotonic(); until then connections are closed at once
+        self.forbidden = False  # writing is answered with 403
+        self.full = False  # commits are answered with 503
         self.happened = {}
 
     def draw(self, name, chance):
@@ -72,7 +70,7 @@ class Faults:
 
 
 class Cut(Exception):
-    "The connection is to be closed without a word."
+    "Closes the connection without an answer."
 
 
 class Refused(Exception):
@@ -81,7 +79,7 @@ class Refused(Exception):
 
 
 class Hub:
-    "Repositories, and what was said to them. `url` is for HF_ENDPOINT."
+    "Repositories, and the requests to them. `url` is the value for HF_ENDPOINT."
 
     def __init__(self, folder, seed=0):
         self.folder, self.faults, self.lock = Path(folder), Faults(seed), threading.RLock()
@@ -137,7 +135,7 @@ class Hub:
         return revisions[-1]["sha"]
 
     def revision(self, repo, name):
-        "The revision of `repo` that `name` (a branch, or a commit) is."
+        "Return the revision of `repo` for `name`, a branch or a commit."
         revisions = self.repos[repo]["revisions"]
         found = revisions[-1] if name == "main" else next((r for r in revisions if r["sha"] == name), None)
         if not found:
@@ -145,7 +143,7 @@ class Hub:
         return found
 
     def put(self, repo, **files):
-        "As somebody else would: a commit with these files (path to bytes; `None` takes one away)."
+        "Commit these files (path to bytes; `None` deletes one), as another client would."
         with self.lock:
             tree = dict(self.tree(repo))
             for path, content in files.items():
@@ -162,7 +160,7 @@ class Hub:
         return self.object(self.tree(repo)[path]["sha"]).read_bytes()
 
     def checkpoints(self, repo):
-        "Names of the checkpoints there."
+        "Return the names of the checkpoints in `repo`."
         return (
             sorted({path.split("/")[1] for path in self.tree(repo) if path.startswith("checkpoints/")})
             if repo in self.repos
@@ -171,7 +169,7 @@ class Hub:
 
 
 def incomplete(hub, tree):
-    "What checkpoints in `tree` lack of what their commit.json lists."
+    "Yield what checkpoints in `tree` lack of the files that their commit.json lists."
     for folder in {path.rpartition("/")[0] for path in tree if path.startswith("checkpoints/")}:
         if f"{folder}/commit.json" not in tree:
             yield f"{folder} has no commit.json"
@@ -222,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
     # -- bytes
 
     def take(self):
-        "The request's content, cut or slowed down if that is to be."
+        "Read the request's content, cut or slowed down if a fault says so."
         faults = self.hub.faults
         if self.headers.get("Transfer-Encoding") == "chunked":
             length, chunks = 0, []
@@ -280,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
     def json(self):
         return json.loads(self.body)
 
-    # -- who
+    # -- access
 
     def user(self):
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
@@ -289,14 +287,14 @@ class _Handler(BaseHTTPRequestHandler):
         return token or None
 
     def may(self, repo, write=False):
-        "Raise `Refused` unless whoever asks may."
+        "Raise `Refused` unless the client has access to `repo`."
         token, about = self.user(), self.hub.repos.get(repo)
         if not about or (about["private"] and not token):
             raise Refused(404 if token else 401, "RepoNotFound", "Repository not found")
         if write and (token != WRITE or self.hub.faults.forbidden or not repo.startswith("jane/")):
             raise Refused(403, "", "you may not write here")
 
-    # -- what
+    # -- requests
 
     def route(self):
         path = self.path_only
@@ -486,9 +484,8 @@ class _Handler(BaseHTTPRequestHandler):
             "Accept-Ranges": "bytes",
         }
         if file["lfs"]:
-            where = {
-                "Location": f"{self.hub.url.replace('127.0.0.1', 'localhost')}/objects/{file['sha']}?signature=secret"
-            }  # another host, as the Hub's is
+            host = self.hub.url.replace("127.0.0.1", "localhost")  # another host, as for the Hub's storage
+            where = {"Location": f"{host}/objects/{file['sha']}?signature=secret"}
             return self.send(
                 302, b"", {**about, **where, "X-Linked-Etag": f'"{file["sha"]}"', "X-Linked-Size": str(file["size"])}
             )
@@ -534,7 +531,7 @@ _ROUTES = [
 
 
 def environment(hub, token=WRITE):
-    "For processes that are to find `hub`."
+    "Return the environment for processes that use `hub`."
     switches = {
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -554,7 +551,7 @@ QUICK = {"tries": 4, "first_s": 0.01, "longest_s": 0.05}
 
 
 def client_main():
-    "Read one JSON request a line, fork for each, and answer with the process id. What came of it is written to the file that the request names."
+    "Read a JSON request per line, fork, and answer with the process id. The result goes to the file that it names."
     import huggingface_hub.hf_api  # noqa: F401
 
     from multigpu_ft import RunConfig, RunDir
@@ -565,9 +562,8 @@ def client_main():
         return upload.push_run(RunDir(run), repository.Patience(**QUICK))
 
     def pull(cfg, root):
-        huggingface_hub.set_client_factory(
-            repository.client_factory()
-        )  # else the library waits for seconds between the tries of its own
+        # Otherwise the library waits for seconds between its own retries.
+        huggingface_hub.set_client_factory(repository.client_factory())
         path, remote = download.pull(RunConfig(**cfg), Path(root), patience=repository.Patience(**QUICK))
         return {"path": str(path), "revision": remote.revision}
 
@@ -600,11 +596,11 @@ def client_main():
 
 
 class Raised(Exception):
-    "What a call raised: its type's name and its text."
+    "Holds the type's name and the text of what a call raised."
 
 
 class Client:
-    "Calls to the package in processes that live as long as the call, and can be killed."
+    "Calls the package in processes that live as long as the call, and can be killed."
 
     def __init__(self, hub):
         self._folder, self._number = hub.folder, 0
@@ -619,7 +615,7 @@ class Client:
         assert self._process.stdout.readline() == "ready\n"
 
     def start(self, do, token=WRITE, **arguments):
-        "A call: its process id, and the file that will have its result."
+        "Start a call. Returns its process id, and the file that will have its result."
         self._number += 1
         out = self._folder / f"call{self._number}.json"
         request = {"do": do, "with": arguments, "token": token or "", "out": str(out)}
@@ -632,7 +628,7 @@ class Client:
 
     @staticmethod
     def result(pid, out, seconds=60):
-        "What a call returned; raises `Raised`. `None` if it was killed."
+        "Return what a call returned, `None` if it was killed. Raises `Raised`."
         end = time.monotonic() + seconds
         while not out.exists() and not gone(pid):
             assert time.monotonic() < end, f"no result after {seconds} s"
@@ -653,7 +649,7 @@ class Client:
 
 
 def make_run(root, repo="jane/model", **settings):
-    "A run directory as a run would leave it, but for its checkpoints."
+    "Return a run directory as a run would leave it, except for its checkpoints."
     from multigpu_ft import RunConfig, RunDir
 
     run = RunDir.create(RunConfig(run_root=str(root), hf_repo=repo, end_idx=48, **settings), 48)
@@ -662,7 +658,7 @@ def make_run(root, repo="jane/model", **settings):
 
 
 def add_checkpoint(run, step, rng, sizes=(3 * PART + 1000, 100_000)):
-    "A checkpoint with random content, committed as a run commits one; older ones go as they would."
+    "Add a checkpoint with random content, committed as a run does; old ones are deleted as usual."
     from multigpu_ft.checkpoints.discovery import retire
     from multigpu_ft.checkpoints.manifest import commit, digest, fingerprint
     from multigpu_ft.run.run_dir import PARTIAL, write_json
@@ -679,7 +675,7 @@ def add_checkpoint(run, step, rng, sizes=(3 * PART + 1000, 100_000)):
 
 
 def add_export(run, rng):
-    "Files that stand for an exported model."
+    "Add files that stand for an exported model."
     for name, content in (
         ("model.safetensors", rng.randbytes(2 * PART)),
         ("config.json", b"{}"),
@@ -690,7 +686,7 @@ def add_export(run, rng):
 
 
 def is_there(hub, run, name):
-    "Whether the repository has what the run directory has, whatever hub.json says."
+    "Return whether the repository has what the run directory has, whatever hub.json says."
     repo = run.config().hf_repo
     tree = hub.tree(repo) if repo in hub.repos else {}
     folder, prefix = (
@@ -707,8 +703,11 @@ def is_there(hub, run, name):
 
 
 def trial(hub, client, seed):
-    """A run whose uploads and download meet with faults. Whatever happens, what it says is uploaded is there, no revision has a part of a checkpoint, and when
-    the faults end, one more `push_run` completes it and a fresh directory gets the same bytes. Returns what happened."""
+    """Upload and download a run under faults. Returns what happened.
+
+    What is reported as uploaded is always there, and no revision has a partial checkpoint. After the faults one more
+    `push_run` completes the upload, and a fresh directory gets the same bytes.
+    """
     from multigpu_ft.checkpoints.manifest import verify_checkpoint
     from multigpu_ft.hub.upload import not_uploaded, wanted
 
@@ -736,13 +735,13 @@ def trial(hub, client, seed):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             story["kills"] += client.result(pid, out) is None
-        elif kind == "newer":  # training goes on, and retention deletes what is being sent
+        elif kind == "newer":  # training continues, and deletes what is being sent
             add_checkpoint(run, 10 * step, rng)
         client.result(pid, out)
         left = not_uploaded(run)
         story["left"] += bool(left)
         wrong = [name for name in wanted(run) if name not in left and not is_there(hub, run, name)]
-        assert not wrong, f"seed {seed}: said to be uploaded, and is not: {wrong}"
+        assert not wrong, f"seed {seed}: reported as uploaded, but missing: {wrong}"
     faults.end()
     assert client("push", run=str(run.path)) == [] == not_uploaded(run), (
         f"seed {seed}: {(run.path / 'hub.json').read_text()}"

@@ -1,4 +1,4 @@
-"""Secrets in the files that something has left behind, whichever way they are written.
+"""Find secrets in files, in any of several spellings.
 
 python tests/secrets_scan.py FOLDER HF_TOKEN WANDB_API_KEY      # looks for the values of these variables
 """
@@ -16,7 +16,10 @@ from urllib.parse import quote
 
 
 def spellings(secret):
-    "`secret` as bytes: as it is, backwards, in hex, URL-encoded, and the part of its base64 that does not depend on its neighbours, in all three alignments."
+    """Return spellings of `secret` as bytes: plain, backwards, hex, URL-encoded, and base64 in all three alignments.
+
+    Only the part of the base64 that does not depend on its neighbours is included.
+    """
     raw = secret.encode()
     found = {
         "plain": raw,
@@ -30,14 +33,14 @@ def spellings(secret):
     for shift in range(3):
         padded = b"\0" * shift + raw
         whole = base64.b64encode(padded + b"\0" * (-len(padded) % 3))
-        first, last = -(-shift * 8 // 6), len(padded) * 8 // 6  # the characters that are made of its bits alone
+        first, last = -(-shift * 8 // 6), len(padded) * 8 // 6  # the characters made only of the secret's bits
         found[f"base64, shifted by {shift}"] = whole[first:last]
         found[f"base64 for URLs, shifted by {shift}"] = whole[first:last].translate(bytes.maketrans(b"+/", b"-_"))
     return found
 
 
 def _contents(name, data, depth=3):
-    "`data`, and what is packed in it."
+    "Yield `data`, and the contents of archives in it."
     yield name, data
     if depth == 0:
         return
@@ -56,7 +59,10 @@ def _contents(name, data, depth=3):
 
 
 def find_secrets(folder, secrets):
-    "Where values of `secrets`, a dictionary by name, are in names and contents of files under `folder`: `(file, name of the secret, spelling)`."
+    """Find values of `secrets`, a dictionary by name, in names and contents of files under `folder`.
+
+    Returns `(file, name of the secret, spelling)` for each.
+    """
     wanted = [(name, how, bytes_) for name, secret in secrets.items() for how, bytes_ in spellings(secret).items()]
     found = []
     for path in sorted(Path(folder).rglob("*")):

@@ -1,4 +1,4 @@
-"""Evaluation while a run trains: it stops when that no longer helps, keeps the best checkpoint and exports it."""
+"""Evaluation while a run trains: the run stops when the loss no longer falls, and exports the best checkpoint."""
 
 import json
 
@@ -25,7 +25,7 @@ def evaluated(run_dir):
 
 
 def weights(checkpoint):
-    "The parameters in a checkpoint, whole, by name."
+    "Return the full parameters in a checkpoint by name."
     found = {}
     for path in sorted(checkpoint.glob("rank*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -43,18 +43,18 @@ def stopped_early(request, server, material, tmp_path_factory):
     return server.finish(cfg)
 
 
-def test_stops_after_patience_and_keeps_the_best(stopped_early):
+def test_a_run_stops_after_patience_and_keeps_the_best_checkpoint(stopped_early):
     losses, status = evaluated(stopped_early), stopped_early.status()
     best = min(losses, key=losses.get)
     after = [step for step in losses if step > best]
     assert status["state"] == "done" and len(after) == 3 and status["step"] == after[-1] < status["total_steps"]
     assert status["best"]["step"] == best and status["best"]["loss"] == losses[best] == status["eval_after"]["loss"]
-    # keep=1: the newest, and beside it the best
+    # keep=1 keeps the newest, and the best beside it
     assert [c.name for c in stopped_early.checkpoints()] == [status["best"]["checkpoint"], status["checkpoint"]]
     assert any("3 evaluation(s) in a row" in remark for remark in status["remarks"])
 
 
-def test_the_best_is_exported(stopped_early):
+def test_the_best_checkpoint_is_exported(stopped_early):
     exported = load_file(stopped_early.path / "export" / "model.safetensors")
     best, last = (weights(c) for c in stopped_early.checkpoints())
     assert stopped_early.status()["exported_checkpoint"] == stopped_early.checkpoints()[0].name
@@ -64,29 +64,27 @@ def test_the_best_is_exported(stopped_early):
             assert (exported[name][first : first + len(rows)] == rows).all(), name
             first += len(rows)
     name = "model.decoder.layers.0.fc1.weight"
-    assert not (best[name][0] == last[name][0]).all(), "or nothing was shown"
+    assert not (best[name][0] == last[name][0]).all(), "otherwise the test shows nothing"
 
 
-def test_the_next_slice_goes_on_from_the_best_the_same_one_from_the_newest(stopped_early):
+def test_the_next_slice_continues_from_the_best_and_the_same_slice_from_the_newest(stopped_early):
     cfg, (best, newest) = stopped_early.config(), stopped_early.checkpoints()
-    assert find_checkpoints(cfg)[0] == newest, "patience is over there, so there is nothing left to do"
+    assert find_checkpoints(cfg)[0] == newest, "its patience has ended, so nothing is left to do"
     following = cfg.replace(start_idx=24, end_idx=36, eval_start_idx=36)
     assert find_checkpoints(following) == [best]
 
 
-def test_the_same_again_has_nothing_left_to_train(stopped_early, server):
+def test_a_second_start_has_nothing_left_to_train(stopped_early, server):
     again = server.finish(stopped_early.config().replace(run_name="again"))
     status = again.status()
     assert (
         status["state"] == "done" and again.metrics() == [] and "was stopped early, by patience=3" in status["message"]
     )
-    assert status["exported_checkpoint"] == stopped_early.status()["best"]["checkpoint"], (
-        "also when another run saved it"
-    )
+    assert status["exported_checkpoint"] == stopped_early.status()["best"]["checkpoint"], "even if another run saved it"
 
 
-def test_a_resumed_run_stops_where_it_would_have(stopped_early, server, tmp_path):
-    "The count of evaluations without a lower loss, and the best one, are in the checkpoint."
+def test_a_resumed_run_stops_where_it_would_have_stopped(stopped_early, server, tmp_path):
+    "The checkpoint has the best evaluation, and the count of evaluations since."
     whole = stopped_early.status()
     cfg = stopped_early.config().replace(run_root=str(tmp_path), run_name=None)
     first = server.finish(cfg.replace(max_steps=whole["best"]["step"] + 3))
@@ -100,14 +98,14 @@ def test_a_resumed_run_stops_where_it_would_have(stopped_early, server, tmp_path
     assert second.status()["exported_checkpoint"] == whole["exported_checkpoint"]
 
 
-def test_without_room_for_two_it_is_refused(server, material, run_root):
+def test_keep_best_without_room_for_two_checkpoints_is_refused(server, material, run_root):
     cfg = faults.config(material, run_root, keep_best=True, disk_budget_gb=5e-4, **HALF)
     failed = server.finish(cfg)
     error = json.loads(failed.error_file(0).read_text())["message"]["message"]
     assert "CheckpointError" in error and "leave out keep_best and patience" in error
 
 
-def test_the_best_may_be_the_last(server, material, run_root):
+def test_the_best_checkpoint_may_be_the_last(server, material, run_root):
     run_dir = server.finish(
         faults.config(material, run_root, keep_best=True, **{**HALF, "learning_rate": 1e-4, "num_epochs": 1})
     )

@@ -1,4 +1,4 @@
-"""Nothing lost, nothing twice, whatever kills a run. The harness is faults.py; `make faults` runs it at full size."""
+"""No step is lost or repeated, whatever kills a run. The harness is faults.py; `make faults` runs it at full size."""
 
 import contextlib
 import itertools
@@ -29,31 +29,31 @@ def kills(material, server):
 
 
 @pytest.mark.parametrize("first_seed", [0, *map(slow, range(5, 50, 5))])
-def test_killed_at_any_moment_it_ends_as_if_undisturbed(kills, first_seed):
-    "Parameters, moments, losses and the texts of each step are those of the undisturbed run, to the bit."
+def test_a_run_killed_at_any_moment_ends_as_if_undisturbed(kills, first_seed):
+    "Parameters, moments, losses and the texts of each step equal the undisturbed run, to the bit."
     for seed in range(first_seed, first_seed + 5):
         kills.trial(seed)
 
 
 @pytest.mark.slow
-def test_killed_under_torchrun_it_ends_as_if_undisturbed(kills):
+def test_a_run_killed_under_torchrun_ends_as_if_undisturbed(kills):
     faults.torchrun_trial(kills, 1)
 
 
-def test_stopped_at_any_moment_it_loses_no_step(kills):
+def test_a_run_stopped_at_any_moment_loses_no_step(kills):
     asked = [kills.stop_trial(seed) for seed in range(8)]
     assert max(seconds for _, _, seconds in asked) < 30 and len({kind for kind, _, _ in asked}) == 3
-    assert sum(state == "stopped" for _, state, _ in asked) >= 6, "most were stopped before they were done"
+    assert sum(state == "stopped" for _, state, _ in asked) >= 6, "most runs were stopped before their end"
 
 
-def test_a_rank_that_has_left_in_order_is_no_reason_to_give_up(kills):
-    "Once all is saved, rank 0 alone writes how the run ended, however long that takes: an upload, or a machine with other work."
+def test_ranks_that_left_normally_do_not_end_the_run(kills):
+    "Once all is saved, only rank 0 writes how the run ended, which may take long: an upload, or a busy machine."
     kind, state, _ = kills.stop_trial(7, delay_s=1.0)
     assert (kind, state) == ("SIGTERM to all", "stopped")
 
 
 @pytest.mark.slow
-def test_other_ranks_strategies_and_micro_batches_see_each_text_once(material, server):
+def test_each_text_is_seen_once_across_ranks_strategies_and_micro_batches(material, server):
     reshapes = faults.Reshapes(material, server)
     for seed in range(20):
         reshapes.trial(seed)
@@ -78,7 +78,7 @@ class Numbers:
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
-    "The data path alone: two slices, two epochs each, interrupted at random steps and gone on with on random numbers of ranks."
+    "Only the data path: two slices of two epochs, interrupted at random steps, resumed on random numbers of ranks."
     packing = data.draw(st.sampled_from(["packed", "bucketed", "padded"]))
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=40))
     texts = tokenize_texts([" ".join([str(100 + i)] + ["5"] * (n - 1)) for i, n in enumerate(lengths)], Numbers(), 24)
@@ -146,7 +146,7 @@ def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
 
 @contextlib.contextmanager
 def small_disk(size):
-    "A file system of `size` bytes. Skips where none can be mounted."
+    "Mount a file system of `size` bytes. Skips the test where that is not possible."
     folder = Path(tempfile.mkdtemp(prefix="small-disk-"))
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True
@@ -202,7 +202,7 @@ first = save(1)
 real, outcomes, needed = shutil.disk_usage, [], first.bytes
 for free in range(0, first.bytes + 40960, 4096):
     test_faults.leave(folder, free)
-    for looks in (True, False):  # the second time nobody looks before, so that the disk is full in the middle of the write
+    for looks in (True, False):  # without looking first, the disk is full in the middle of the write
         if not looks:
             shutil.disk_usage = lambda path: type(real(path))(0, 0, 2**40)
         found = save(2)
@@ -220,7 +220,7 @@ sys.stdout.flush(); os._exit(0)
 
 
 def test_a_disk_that_fills_up_at_any_write_costs_only_that_checkpoint(material):
-    "Page by page less room: the save fails with the numbers, leaves nothing, and the older checkpoint loads."
+    "With each page less room the save fails, reports the sizes and leaves nothing, and the older checkpoint loads."
     with small_disk("2m") as folder:
         done = subprocess.run(
             [faults.sys.executable, "-c", FILL, folder, material],
@@ -234,13 +234,14 @@ def test_a_disk_that_fills_up_at_any_write_costs_only_that_checkpoint(material):
     failed = [error for free, _, error in report["outcomes"] if error]
     assert len(failed) > 100 and any(not error for *_, error in report["outcomes"]), len(failed)
     for error in failed:
-        assert f"It needs {report['bytes']:,} bytes" in error and "bytes free; older checkpoints are intact" in error
+        assert f"It needs {report['bytes']:,} bytes" in error and "bytes free" in error
+        assert "Older checkpoints are intact" in error
     blind = [error for free, looks, error in report["outcomes"] if error and not looks]
     assert len(blind) > 50 and any("No space left" in error for error in blind), blind[:3]
 
 
 @pytest.mark.parametrize("save_failure", ["continue", "stop"])
-def test_training_goes_on_or_stops_when_the_disk_is_full(material, server, save_failure):
+def test_training_continues_or_stops_when_the_disk_is_full(material, server, save_failure):
     with small_disk("4m") as folder:
         cfg = faults.config(material, folder / "runs", num_epochs=6, save_failure=save_failure, keep=1)
         run_dir, agent = server.start(cfg)
@@ -259,15 +260,17 @@ def test_training_goes_on_or_stops_when_the_disk_is_full(material, server, save_
         verify_checkpoint(run_dir.checkpoints()[0])
         if save_failure == "continue":
             assert run_dir.status()["state"] == "done" and run_dir.checkpoints()[0].name.endswith("epoch-6")
-            assert [m["step"] for m in run_dir.metrics()] == list(range(1, 73)), "lines that found no room came later"
+            assert [m["step"] for m in run_dir.metrics()] == list(range(1, 73)), (
+                "lines without room on the disk are written later"
+            )
         else:
             (folder / "filler").unlink()
             error = "".join(path.read_text() for path in run_dir.path.glob("logs/*.log"))
-            assert "could not be written" in error and "older checkpoints are intact" in error
+            assert "could not be written" in error and "Older checkpoints are intact" in error
 
 
-def test_errors_of_the_harness_are_seen(kills):
-    "Two sequences that differ in one text are told apart, else all of the above would prove nothing."
+def test_the_harness_notices_differences(kills):
+    "The harness notices two sequences that differ in one text; otherwise the tests above would prove nothing."
     expected = kills.expected[0]
     wrong = {**expected, "texts": [*expected["texts"][:-1], expected["texts"][0]]}
     with pytest.raises(AssertionError, match="texts differ"):

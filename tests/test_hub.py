@@ -1,4 +1,4 @@
-"""To the Hub and back, through the real client library, with a small Hub on loopback (hub.py): what is sent, what is refused, and what faults may cost."""
+"""Uploads and downloads with the real client library and a small Hub on loopback (hub.py): refusals, faults."""
 
 import io
 import itertools
@@ -30,7 +30,7 @@ def hub(tmp_path_factory):
     server = local.Hub(tmp_path_factory.mktemp("hub") / "hub")
     yield server
     server.close()
-    assert not server.violations, "a revision with a part of a checkpoint"
+    assert not server.violations, "a revision has a partial checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def client(hub):
 
 @pytest.fixture(scope="module")
 def hub_server(hub, material):
-    "Runs in milliseconds that find the local Hub."
+    "Start runs in milliseconds that use the local Hub."
     before = dict(os.environ)
     os.environ.update(local.environment(hub))
     started = faults.Server(material / "model")
@@ -63,7 +63,7 @@ numbers = itertools.count()
 
 @pytest.fixture
 def run(tmp_path):
-    "A run directory with one checkpoint and an export, for a repository of its own."
+    "Return a run directory with one checkpoint and an export, and its own repository."
     rng = random.Random(0)
     made = local.make_run(tmp_path / "runs", f"jane/model{next(numbers)}")
     local.add_checkpoint(made, 1, rng)
@@ -72,7 +72,7 @@ def run(tmp_path):
 
 
 def resume(run, **settings):
-    "Settings of a run that goes on from the repository of `run`."
+    "Return settings of a run that resumes from the repository of `run`."
     return {**run.config().model_dump(), "hf_repo": None, "resume_file": f"hub:{run.config().hf_repo}", **settings}
 
 
@@ -86,7 +86,7 @@ def refused(client, do, reason, **arguments):
 # -- sending --------------------------------------------------------------------------------------------------------
 
 
-def test_there_and_back(hub, client, run, tmp_path):
+def test_what_is_uploaded_comes_back_unchanged(hub, client, run, tmp_path):
     repo, newest = run.config().hf_repo, run.checkpoints()[-1]
     assert client("push", run=str(run.path)) == []
     assert hub.repos[repo]["private"] and all(local.is_there(hub, run, name) for name in (newest.name, "export"))
@@ -107,7 +107,7 @@ def test_there_and_back(hub, client, run, tmp_path):
     )
     (run.path / "hub.json").unlink()
     assert client("push", run=str(run.path)) == [] and (hub.received, hub.repos[repo]["revisions"]) == before, (
-        "also if hub.json is lost"
+        "not even if hub.json is lost"
     )
 
     root = tmp_path / "cold"
@@ -118,7 +118,7 @@ def test_there_and_back(hub, client, run, tmp_path):
     assert {p.name: p.read_bytes() for p in path.iterdir()} == {p.name: p.read_bytes() for p in newest.iterdir()}
     sent = hub.sent
     assert client("pull", cfg=resume(run), root=str(root)) == pulled and hub.sent == sent, (
-        "what is here is not fetched again"
+        "an intact local copy is not downloaded again"
     )
     (path / "rank0.safetensors").write_bytes(b"damaged")
     assert client("pull", cfg=resume(run), root=str(root)) == pulled and hub.sent > sent
@@ -126,17 +126,17 @@ def test_there_and_back(hub, client, run, tmp_path):
 
     goes_on = RunDir.create(RunConfig(run_root=str(root)))
     goes_on.update_status(resumed_from=str(path))
-    assert kept_checkpoints(goes_on) == [path], "it goes when newer ones have taken its place"
+    assert kept_checkpoints(goes_on) == [path], "it is deleted when newer ones replace it"
 
 
-def test_an_interrupted_upload_goes_on_with_the_file_where_it_was(hub, client, run):
+def test_an_interrupted_upload_continues_with_the_file_where_it_stopped(hub, client, run):
     first = json.loads((run.checkpoints()[0] / "commit.json").read_text())["commit"]["files"]["rank0.safetensors"]
     hub.faults.bytes_per_second = 2e6
     pid, out = client.start("push", run=str(run.path))
     until(hub.object(first["sha256"]).exists, 30, "the first file")
     os.kill(pid, signal.SIGKILL)
     assert client.result(pid, out) is None and hub.checkpoints(run.config().hf_repo) == [], (
-        "without its commit it is not there"
+        "a checkpoint without its commit does not exist"
     )
     hub.faults.end()
     before = hub.received
@@ -147,7 +147,7 @@ def test_an_interrupted_upload_goes_on_with_the_file_where_it_was(hub, client, r
     assert hub.received - before <= rest, "the first file was sent twice"
 
 
-def test_an_interrupted_download_goes_on_at_the_byte_where_it_was(hub, client, run, tmp_path):
+def test_an_interrupted_download_continues_at_the_byte_where_it_stopped(hub, client, run, tmp_path):
     client("push", run=str(run.path))
     hub.faults.bytes_per_second = 1e6
     pid, out = client.start("pull", cfg=resume(run), root=str(tmp_path / "cold"))
@@ -165,10 +165,10 @@ def test_an_interrupted_download_goes_on_at_the_byte_where_it_was(hub, client, r
     have, before = part.stat().st_size, hub.sent
     verify_checkpoint(Path(client("pull", cfg=resume(run), root=str(tmp_path / "cold"))["path"]))
     whole = sum(p.stat().st_size for p in run.checkpoints()[0].glob("rank*"))
-    assert hub.sent - before <= whole - have, "it began anew"
+    assert hub.sent - before <= whole - have, "it restarted from the beginning"
 
 
-def test_the_repository_keeps_the_newest_the_best_and_what_is_not_ours(hub, client, tmp_path):
+def test_the_repository_keeps_the_newest_the_best_and_files_of_others(hub, client, tmp_path):
     rng, run = random.Random(1), local.make_run(tmp_path / "runs", "jane/kept", keep=2)
     hub.create("jane/kept")
     own_card = b"# My own card\n"
@@ -183,15 +183,13 @@ def test_the_repository_keeps_the_newest_the_best_and_what_is_not_ours(hub, clie
         names.append(local.add_checkpoint(run, step, rng, sizes=(1000,)).name)
         if step != 4:
             assert client("push", run=str(run.path)) == []
-    assert hub.checkpoints("jane/kept") == sorted(["mine", "odd", names[2], names[4]]), (
-        "the newest two of those that were sent"
-    )
-    assert hub.read("jane/kept", "README.md") == own_card, "somebody's own card stays"
+    assert hub.checkpoints("jane/kept") == sorted(["mine", "odd", names[2], names[4]]), "the two newest that were sent"
+    assert hub.read("jane/kept", "README.md") == own_card, "a card written by the user stays"
     assert "checkpoints/mine/notes.txt" in hub.tree("jane/kept")
 
 
-def test_files_that_arrive_again_and_again_are_no_progress(hub, client, run):
-    "All is stored at each attempt, and never committed: the patience must come to an end."
+def test_files_that_arrive_repeatedly_are_not_progress(hub, client, run):
+    "Each attempt stores all files and none is committed: the tries must end."
     hub.faults.full = True
     assert client("push", run=str(run.path)) == [run.checkpoints()[0].name, "export"]
     assert read_record(run)["attempts"] == local.QUICK["tries"] and "answers 503" in read_record(run)["error"]
@@ -199,7 +197,7 @@ def test_files_that_arrive_again_and_again_are_no_progress(hub, client, run):
     assert client("push", run=str(run.path)) == []
 
 
-def test_a_damaged_checkpoint_is_told_and_keeps_nothing_else_back(hub, client, run):
+def test_a_damaged_checkpoint_is_reported_and_everything_else_is_sent(hub, client, run):
     shard = run.checkpoints()[0] / "rank1.safetensors"
     shard.write_bytes(bytes(len(shard.read_bytes())))
     assert client("push", run=str(run.path)) == [run.checkpoints()[0].name]
@@ -217,7 +215,7 @@ def test_a_second_export_replaces_the_first(hub, client, run):
     assert client("push", run=str(run.path)) == []
     tree = hub.tree(run.config().hf_repo)
     assert "adapter_model.safetensors" in tree and "model.safetensors" not in tree, (
-        "what belongs to neither would be loaded"
+        "a mixture of two exports would be loaded"
     )
     assert json.loads(hub.read(run.config().hf_repo, "adapter_config.json")) == {
         **settings,
@@ -225,19 +223,19 @@ def test_a_second_export_replaces_the_first(hub, client, run):
     }
 
 
-# -- who may --------------------------------------------------------------------------------------------------------
+# -- access ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "token, repo, reason",
     [
-        (None, "jane/model", "there is no Hub token: put it in the environment variable HF_TOKEN"),
-        (local.READ, "jane/model", "may only read"),
-        (local.WRONG, "jane/model", "the Hub does not accept the token"),
-        (local.WRITE, "bob/model", "bob is somebody else"),
+        (None, "jane/model", "there is no Hub token: put one in the environment variable HF_TOKEN"),
+        (local.READ, "jane/model", "is read-only"),
+        (local.WRONG, "jane/model", "the Hub rejects the token"),
+        (local.WRITE, "bob/model", "jane, who can't write to bob's repositories"),
     ],
 )
-def test_a_token_that_will_not_do_is_told_before_training(client, token, repo, reason):
+def test_an_unusable_token_is_reported_before_training(client, token, repo, reason):
     told = refused(client, "check", reason, token=token, cfg=RunConfig(hf_repo=repo).model_dump())
     assert (token or "none") not in told
 
@@ -247,27 +245,27 @@ def test_no_network_is_a_remark_for_uploads_and_an_error_for_resuming(hub, clien
     hub.faults.outage_until = time.monotonic() + 1e6
     begun = time.monotonic()
     (remark,) = client("check", cfg=run.config().model_dump())
-    assert "cannot be asked about" in remark and "Training goes on" in remark
-    refused(client, "find", "the Hub cannot be read", cfg=resume(run))
+    assert "the Hub can't be reached to check" in remark and "Training continues" in remark
+    refused(client, "find", "the Hub can't be reached", cfg=resume(run))
     assert client("push", run=str(run.path)) == [run.checkpoints()[0].name, "export"] == not_uploaded(run)
     assert "Server disconnected" in read_record(run)["error"] and not read_record(run)["lasting"]
     assert time.monotonic() - begun < 60
 
 
-def test_a_repository_that_cannot_be_resumed_from_is_told(hub, client, run):
+def test_a_repository_that_cannot_be_resumed_from_is_reported(hub, client, run):
     client("push", run=str(run.path))
     repo = run.config().hf_repo
     refused(
-        client, "find", "there is no model repository jane/nothing", cfg=resume(run, resume_file="hub:jane/nothing")
+        client, "find", "no readable model repository jane/nothing", cfg=resume(run, resume_file="hub:jane/nothing")
     )
-    refused(client, "find", "For a private one put a token", token=None, cfg=resume(run))
+    refused(client, "find", "private, put a token", token=None, cfg=resume(run))
     assert client("find", token=local.READ, cfg=resume(run))["name"] == run.checkpoints()[0].name, (
-        "reading needs no right to write"
+        "reading needs no write access"
     )
     refused(
         client,
         "find",
-        f"those there are: {run.checkpoints()[0].name}",
+        f"it has: {run.checkpoints()[0].name}",
         cfg=resume(run, resume_file=f"hub:{repo}@other"),
     )
     refused(client, "find", "belongs to another run (model:", cfg=resume(run, model="facebook/opt-125m"))
@@ -276,11 +274,11 @@ def test_a_repository_that_cannot_be_resumed_from_is_told(hub, client, run):
     refused(client, "find", "use model='jane/plain'", cfg=resume(run, resume_file="hub:jane/plain"))
 
 
-# -- nothing is believed --------------------------------------------------------------------------------------------
+# -- nothing is trusted ---------------------------------------------------------------------------------------------
 
 
 def forge(run, hub, name, **changes):
-    "Put a checkpoint into the repository whose commit.json was written by somebody else."
+    "Add a checkpoint to the repository with a commit.json from a stranger."
     record = json.loads((run.checkpoints()[0] / "commit.json").read_text())["commit"]
     record = {**record, "time": time.time() + 1000, **changes}
     content = json.dumps({"commit": record, "sha256": commit_digest(record)}).encode()
@@ -303,7 +301,7 @@ def forge(run, hub, name, **changes):
         "commit.json",
     ],
 )
-def test_names_that_no_checkpoint_of_ours_has_are_refused(hub, client, run, name, tmp_path):
+def test_foreign_file_names_are_refused(hub, client, run, name, tmp_path):
     client("push", run=str(run.path))
     files = json.loads((run.checkpoints()[0] / "commit.json").read_text())["commit"]["files"]
     forge(run, hub, "forged", files={**files, name: {"bytes": 1, "sha256": "0" * 64}})
@@ -316,7 +314,9 @@ def test_names_that_no_checkpoint_of_ours_has_are_refused(hub, client, run, name
         root=str(tmp_path / "cold"),
     )
     assert not [p for p in tmp_path.rglob("*") if "evil" in p.name or p.suffix in (".pkl", ".pt")]
-    assert client("find", cfg=resume(run))["name"] == run.checkpoints()[0].name, "unnamed, it is passed over"
+    assert client("find", cfg=resume(run))["name"] == run.checkpoints()[0].name, (
+        "without its name in resume_file it is skipped"
+    )
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_names_that_no_checkpoint_of_ours_has_are_refused(hub, client, run, name
         {"fingerprint": {"contents": {"model": [-1, "x"]}}},
     ],
 )
-def test_a_commit_that_makes_no_sense_is_refused(hub, client, run, changes):
+def test_a_malformed_commit_is_refused(hub, client, run, changes):
     client("push", run=str(run.path))
     forge(run, hub, "forged", **changes)
     refused(client, "find", "", cfg=resume(run, resume_file=f"hub:{run.config().hf_repo}@forged"))
@@ -354,7 +354,7 @@ def test_other_files_beside_a_checkpoint_are_not_fetched(hub, client, run, tmp_p
     ]
 
 
-def test_a_damaged_file_is_named_and_nothing_is_taken_for_a_checkpoint(hub, client, run, tmp_path):
+def test_a_damaged_file_is_named_and_does_not_become_a_checkpoint(hub, client, run, tmp_path):
     client("push", run=str(run.path))
     repo, folder = run.config().hf_repo, f"checkpoints/{run.checkpoints()[0].name}"
     whole = hub.read(repo, f"{folder}/rank1.safetensors")
@@ -371,8 +371,8 @@ def test_a_damaged_file_is_named_and_nothing_is_taken_for_a_checkpoint(hub, clie
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_on_the_way(hub, client, seed):
-    "The harness at full size: python tests/hub.py --trials 60."
+def test_transfers_survive_random_faults(hub, client, seed):
+    "The full size is python tests/hub.py --trials 60."
     local.trial(hub, client, seed)
 
 
@@ -380,8 +380,8 @@ def test_whatever_happens_on_the_way(hub, client, seed):
 
 
 @pytest.mark.slow
-def test_a_cold_machine_goes_on_bit_for_bit(hub, hub_server, material, run_root, tmp_path):
-    "The second half of a run, in a fresh directory, with model and texts in another folder, from what the first half sent to the Hub."
+def test_a_new_machine_resumes_bit_for_bit(hub, hub_server, material, run_root, tmp_path):
+    "The second half of a run resumes from the Hub in a fresh directory, with model and texts in another folder."
     cfg = faults.config(material, run_root / "a", strategy="fsdp", save_every=3)
     expected = faults.outcome(run_root / "a", [hub_server.finish(cfg)])
     first = hub_server.finish(cfg.replace(run_root=str(run_root / "b"), hf_repo="jane/half", max_steps=14))
@@ -412,9 +412,12 @@ def test_a_cold_machine_goes_on_bit_for_bit(hub, hub_server, material, run_root,
     faults.assert_exact(faults.outcome(run_root / "c", [first, second]), expected)
 
     code = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\nfrom huggingface_hub import snapshot_download\nfrom multigpu_ft import load_export\n"
-        "a = AutoModelForCausalLM.from_pretrained('jane/half'); b = load_export(snapshot_download('jane/half', ignore_patterns='checkpoints/*'))[0]\n"
-        "assert all((x == y).all() for x, y in zip(a.parameters(), b.parameters())) and len(AutoTokenizer.from_pretrained('jane/half')) > 10"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\nfrom huggingface_hub import snapshot_download\n"
+        "from multigpu_ft import load_export\n"
+        "a = AutoModelForCausalLM.from_pretrained('jane/half')\n"
+        "b = load_export(snapshot_download('jane/half', ignore_patterns='checkpoints/*'))[0]\n"
+        "assert all((x == y).all() for x, y in zip(a.parameters(), b.parameters()))\n"
+        "assert len(AutoTokenizer.from_pretrained('jane/half')) > 10"
     )
     subprocess.run([sys.executable, "-c", code], env=local.environment(hub), check=True, timeout=100)
 
@@ -427,8 +430,8 @@ def test_a_cold_machine_goes_on_bit_for_bit(hub, hub_server, material, run_root,
     assert "belongs to another run (dataset:" in json.loads(other.error_file(0).read_text())["message"]["message"]
 
 
-def test_nobody_is_asked_to_convert_a_model_with_bin_files(hub, material):
-    "transformers would look for a service's pull request in the background, and if there is none tell that service the model's name."
+def test_no_service_is_asked_to_convert_a_model_with_bin_files(hub, material):
+    "transformers would look for a conversion service's pull request, and without one send it the model's name."
     import torch
     from safetensors.torch import load_file
 
@@ -441,7 +444,8 @@ def test_nobody_is_asked_to_convert_a_model_with_bin_files(hub, material):
     code = (
         "import sys, torch\nfrom safetensors.torch import load_file\n"
         "from multigpu_ft import RunConfig\nfrom multigpu_ft.models import load_model, load_tokenizer\n"
-        "cfg = RunConfig(model='jane/old', tuning='full', max_length=32)\nmodel, was = load_model(cfg, load_tokenizer(cfg)), load_file(sys.argv[1])\n"
+        "cfg = RunConfig(model='jane/old', tuning='full', max_length=32)\n"
+        "model, was = load_model(cfg, load_tokenizer(cfg)), load_file(sys.argv[1])\n"
         "assert all(torch.equal(p, was[name].float()) for name, p in model.named_parameters() if name in was)"
     )
     subprocess.run(
@@ -457,7 +461,7 @@ def test_nobody_is_asked_to_convert_a_model_with_bin_files(hub, material):
 
 
 @pytest.mark.slow
-def test_a_hub_that_refuses_costs_a_run_nothing_and_sync_sends_it_later(hub, hub_server, material, run_root):
+def test_a_run_survives_a_refusing_hub_and_sync_sends_its_results_later(hub, hub_server, material, run_root):
     hub.create("jane/base")
     hub.put("jane/base", **{p.name: p.read_bytes() for p in (material / "model").iterdir()})
     hub.faults.forbidden = True
@@ -489,7 +493,7 @@ def test_a_hub_that_refuses_costs_a_run_nothing_and_sync_sends_it_later(hub, hub
     assert local.is_there(hub, run, newest) and run.status()["pushed_to"] and run.status()["not_uploaded"] == []
     card = hub.read("jane/refused", "README.md").decode()
     assert "library_name: peft" in card and "base_model: jane/base" in card
-    code = re.search(r"```python\n(from peft.*?)```", card, re.S)[1]  # as the card says
+    code = re.search(r"```python\n(from peft.*?)```", card, re.S)[1]  # the code that the card shows
     subprocess.run([sys.executable, "-c", code], env=local.environment(hub), check=True, timeout=100)
 
 
@@ -505,7 +509,7 @@ def test_the_uploader_ends_with_rank_0(hub, hub_server, material, run_root):
     faults.wait_for_end(run, agent)
 
 
-def test_an_uploader_that_was_killed_goes_on_at_the_end(hub, run, monkeypatch):
+def test_a_killed_uploader_is_restarted_at_the_end(hub, run, monkeypatch):
     for name, value in local.environment(hub).items():
         monkeypatch.setenv(name, value)
     uploader = Uploader(run)
@@ -516,7 +520,7 @@ def test_an_uploader_that_was_killed_goes_on_at_the_end(hub, run, monkeypatch):
     assert local.is_there(hub, run, "export") and not processes(run.path)
 
 
-def test_who_presses_stop_is_not_kept_waiting(hub, run, monkeypatch):
+def test_a_stop_request_does_not_wait_for_uploads(hub, run, monkeypatch):
     monkeypatch.setattr("multigpu_ft.hub.upload._HURRIED_S", 1.0)
     hub.faults.bytes_per_second = 1000
     for name, value in local.environment(hub).items():
@@ -531,7 +535,7 @@ def test_who_presses_stop_is_not_kept_waiting(hub, run, monkeypatch):
     assert not processes(run.path)
 
 
-def test_launch_asks_before_it_starts_anything(hub, client, material, run_root, tmp_path):
+def test_launch_asks_the_hub_before_it_starts_a_process(hub, client, material, run_root, tmp_path):
     run = local.make_run(
         tmp_path / "sent", "jane/launched", model=str(material / "model"), dataset=str(material / "texts.jsonl")
     )
@@ -556,8 +560,8 @@ def test_launch_asks_before_it_starts_anything(hub, client, material, run_root, 
     lines = told.stdout.splitlines()
     assert len(lines) == 4 and not told.returncode, told
     reasons = (
-        "bob is somebody else",
-        "there is no model repository jane/nothing",
+        "jane, who can't write to bob's repositories",
+        "no readable model repository jane/nothing",
         "not of the form hub:user/repo",
         "belongs to another run (fields:",
     )
@@ -565,7 +569,7 @@ def test_launch_asks_before_it_starts_anything(hub, client, material, run_root, 
     assert not run_root.exists() or not list(run_root.iterdir()), "nothing was started"
 
 
-def test_what_is_said_in_the_cell(hub, hub_server, material, run_root):
+def test_the_cell_shows_uploads(hub, hub_server, material, run_root):
     hub_server.finish(faults.config(material, run_root / "a", hf_repo="jane/told", max_steps=4))
     cfg = faults.config(
         material,
@@ -618,7 +622,7 @@ def test_what_is_said_in_the_cell(hub, hub_server, material, run_root):
         ),
     ],
 )
-def test_a_card_says_what_it_is_and_how_it_is_loaded(tmp_path, settings, says, says_not):
+def test_a_card_describes_the_model_and_how_to_load_it(tmp_path, settings, says, says_not):
     run = RunDir.create(RunConfig(run_root=str(tmp_path), **settings), 100)
     run.update_status(
         export="export", eval_before={"loss": 2.0, "accuracy": 0.5}, eval_after={"loss": 1.5, "accuracy": 0.75}
@@ -627,7 +631,7 @@ def test_a_card_says_what_it_is_and_how_it_is_loaded(tmp_path, settings, says, s
     card = model_card(run)
     assert all(
         words in card
-        for words in [*says, "| evaluation accuracy | 0.5000 | 0.7500 |", "Against the base model: better"]
+        for words in [*says, "| evaluation accuracy | 0.5000 | 0.7500 |", "Compared with the base model: better"]
     ), card
     assert not any(words in card for words in [*says_not, str(tmp_path), "license"]), card
 

@@ -1,4 +1,4 @@
-"""Saving, stopping and going on, as a user meets them: what is said, what is kept, and how a run ends that cannot go on."""
+"""Saving, stopping and resuming as a user sees them: messages, kept checkpoints, and runs that cannot continue."""
 
 import json
 import os
@@ -32,16 +32,16 @@ def error_of(run_dir):
 
 
 def saved_what_it_did(run):
-    "Whether the last step made is in the checkpoint the status names, be it in an epoch or at its end."
+    "Return whether the checkpoint that the status names has the last step, within an epoch or at its end."
     newest = run.dir.checkpoints()[-1]
     verify_checkpoint(newest)
     return run.status["checkpoint"] == newest.name and read_progress(newest)["slice_step"] == run.status["slice_step"]
 
 
-# -- going on -------------------------------------------------------------------------------------------------------
+# -- resuming -------------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_next_older_taken(material, run_root, server, capsys):
+def test_a_damaged_newest_checkpoint_is_reported_and_the_next_older_one_used(material, run_root, server, capsys):
     cfg = faults.config(material, run_root)
     first = Run(server.finish(cfg))
     older, newest = first.dir.checkpoints()
@@ -50,19 +50,18 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_next_older_taken(material,
     again = launch(cfg.replace(nproc=1, batch_size=4))
     assert again.status["resumed_from"] == str(older) and [m["step"] for m in again.metrics] == [23, 24]
     assert f"checkpoint {newest.name} of {first.name} is damaged: rank1.safetensors has" in remarks(again)[0]
-    assert (
-        f"an older one is taken, {older.name}" in remarks(again)[0] and remarks(again)[0] in capsys.readouterr().err
-    ), "told in the cell, too"
+    assert f"resuming from the older {older.name}" in remarks(again)[0]
+    assert remarks(again)[0] in capsys.readouterr().err, "the cell shows the remark, too"
     for checkpoint in [*again.dir.checkpoints(), *first.dir.checkpoints()]:
         (checkpoint / "commit.json").unlink()
     with pytest.raises(
         CheckpointError,
-        match="no checkpoint can be used: .*commit.json is missing.*resume_file='none' to start from the base model",
+        match="no checkpoint is usable: .*commit.json is missing.*resume_file='none' to start from the base model",
     ):
         launch(cfg.replace(nproc=1, batch_size=4))
 
 
-def test_the_ledger_tells_gaps_overlaps_and_repeats_before_training(material, run_root, server, capsys):
+def test_the_ledger_reports_gaps_overlaps_and_repeats_before_training(material, run_root, server, capsys):
     cfg = faults.config(material, run_root, num_epochs=1, save_every=None)
     server.finish(cfg.replace(end_idx=16))
     server.finish(cfg.replace(start_idx=12, end_idx=24))
@@ -100,7 +99,7 @@ def test_weights_alone_come_with_a_new_optimizer_and_schedule(material, run_root
     assert server.finish(elsewhere.replace(resume_scope="weights")).status()["state"] == "done"
 
 
-def test_files_of_the_original_script_are_taken_up(material, run_root, server):
+def test_files_of_the_original_script_are_loaded(material, run_root, server):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -139,8 +138,8 @@ def test_another_tokenizer_or_text_is_refused(material, run_root, server):
     assert "belongs to another run (tokenizer: checkpoint" in error_of(server.finish(cfg))
 
 
-def test_a_run_started_again_goes_on_from_its_own_checkpoint(material, run_root, server):
-    "As a cluster starts a killed job again: the same command, the same directory, metrics without a step twice."
+def test_a_restarted_run_resumes_from_its_own_checkpoint(material, run_root, server):
+    "A cluster restarts a killed job: the same command and directory, and no step twice in the metrics."
     cfg = faults.config(material, run_root, strategy="fsdp", save_every=5, nproc=1)
     whole = server.finish(cfg.replace(run_root=str(run_root / "whole")))
     run_dir, agent = server.start(cfg)
@@ -154,7 +153,7 @@ def test_a_run_started_again_goes_on_from_its_own_checkpoint(material, run_root,
     shutil.rmtree(run_root / "whole")
 
 
-def test_a_restart_takes_up_what_it_did_itself_even_if_it_began_with_weights_alone(material, run_root, server):
+def test_a_restart_resumes_from_its_own_checkpoint_even_if_it_began_with_weights_alone(material, run_root, server):
     cfg = faults.config(material, run_root, num_epochs=1, save_every=2)
     origin = server.finish(cfg.replace(end_idx=24)).checkpoints()[-1]
     cfg = cfg.replace(start_idx=24, resume_scope="weights", resume_file=str(origin), num_epochs=4)
@@ -163,19 +162,19 @@ def test_a_restart_takes_up_what_it_did_itself_even_if_it_began_with_weights_alo
     until(lambda: len(run_dir.metrics()) >= 7, 30, "7 steps")
     os.kill(agent, signal.SIGKILL)
     faults.wait_for_end(run_dir, agent)
-    run_dir.request_stop()  # asked too late; the next start shall not hear of it
+    run_dir.request_stop()  # a request that came too late; the next start must ignore it
     (run_dir.path / "errors" / "rank0.json").write_text("{}")
     server.finish(cfg, run_dir)
     assert [(m["step"], m["loss"]) for m in run_dir.metrics()] == [(m["step"], m["loss"]) for m in whole.metrics()]
     assert run_dir.status()["state"] == "done" and not list(run_dir.path.glob("errors/*"))
-    server.finish(cfg, run_dir)  # once more, when all is done: it exports again
+    server.finish(cfg, run_dir)  # a start of a finished run exports again
     assert run_dir.status()["state"] == "done" and (run_dir.path / "export" / "model.safetensors").exists()
 
 
 # -- keeping --------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_are_kept_within_the_budget(material, run_root, server):
+def test_the_newest_checkpoints_are_kept_within_the_budget(material, run_root, server):
     cfg = faults.config(material, run_root, num_epochs=1)
     first = server.finish(cfg.replace(keep=3, end_idx=24))
     assert [c.name for c in first.checkpoints()] == ["model_0-24-step-2", "model_0-24-step-4", "model_0-24-epoch-1"]
@@ -187,17 +186,18 @@ def test_the_newest_are_kept_within_the_budget(material, run_root, server):
     ] and not first.checkpoints()
     short = server.finish(cfg.replace(start_idx=24, initial_epoch=2, disk_budget_gb=1.5 * each / 1e9))
     assert "disk_budget_gb" in error_of(short) and not short.metrics(), (
-        "the one it goes on from must stay; told before training"
+        "the checkpoint to resume from must stay; the error comes before training"
     )
     third = server.finish(cfg.replace(start_idx=40, keep=1))
     assert [c.name for c in third.checkpoints()] == ["model_40-48-epoch-1"] and not second.checkpoints()
 
 
-def test_what_a_killed_run_left_half_written_is_cleaned_by_the_next(material, run_root, server):
+def test_the_next_run_deletes_what_a_killed_run_left_half_written(material, run_root, server):
     cfg = faults.config(material, run_root, save_every=1)
     for _ in range(20):
         run_dir, agent = server.start(cfg)
-        until(lambda: list(run_dir.path.glob("checkpoints/*.partial")) or faults.gone(agent), 30, "a save")  # noqa: B023
+        partials = run_dir.path / "checkpoints"
+        until(lambda: list(partials.glob("*.partial")) or faults.gone(agent), 30, "a save")  # noqa: B023
         with faults.contextlib.suppress(ProcessLookupError):
             os.killpg(agent, signal.SIGKILL)
         faults.wait_for_end(run_dir, agent)
@@ -227,7 +227,7 @@ if 'multigpu_ft.training' in sys.orig_argv:
 
 @pytest.fixture
 def slow_steps(tmp_path):
-    "Environment in which a step takes its time, but not the processor's."
+    "Return an environment in which steps take long without using the processor."
     folder = tmp_path / "slow"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SLOW)
@@ -240,7 +240,7 @@ def slow_steps(tmp_path):
 
 @pytest.mark.slow
 def test_max_hours_stops_in_time_saves_and_says_so(material, run_root, slow_steps):
-    "From a terminal: exit code 75, and the command that goes on."
+    "In a terminal: exit code 75, and the command that resumes the run."
     data = [
         "--model",
         str(material / "model"),
@@ -311,7 +311,7 @@ def test_sigterm_to_the_command_saves(material, run_root):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_stopped_process_is_found_within_the_timeout(run_root, strategy):
-    "SIGSTOP, the purest hang: the rank neither answers its peers nor hears SIGTERM."
+    "After SIGSTOP a rank neither answers its peers nor handles SIGTERM."
     run = launch(RunConfig(run_root=str(run_root), strategy=strategy, timeout_s=6, packing="padded"), wait=False)
     run_dir = running(run_root)
     psutil.Process(ranks(run_dir)[1]).suspend()
@@ -340,12 +340,13 @@ if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
 """
 
 
-def test_a_rank_that_waits_for_ever_is_named_with_its_stack(run_root, tmp_path, monkeypatch):
+def test_a_rank_that_waits_forever_is_named_with_its_stack(run_root, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(HANG)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(
         RunFailed,
-        match="rank 1 hangs in step 3. No rank has come any further for timeout_s=6 s .rank 0 in step 4, .*; rank 1 in step 3, data",
+        match="rank 1 hangs in step 3. No rank has come any further for timeout_s=6 s "
+        ".rank 0 in step 4, .*; rank 1 in step 3, data",
     ):
         launch(RunConfig(run_root=str(run_root), strategy="ddp", timeout_s=6, packing="padded"))
     assert "in hanging" in Run(next(run_root.iterdir())).logs(1)
@@ -370,7 +371,7 @@ if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
 def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(
     material, run_root, tmp_path, monkeypatch, server, strategy
 ):
-    "The global batch, and with it the curve, is kept."
+    "The global batch, and with it the loss curve, stays the same."
     if not (material / "smooth").exists():
         faults.Reshapes(material, server)
     cfg = faults.config(
@@ -416,7 +417,7 @@ def test_a_series_knows_its_own_runs_and_what_is_new(tmp_path):
         RunDir.create(slices.config.replace(start_idx=start, end_idx=end)).update_status(state="done", launched=start)
     assert Slices(cfg).state == "done" and Slices(cfg.replace(num_epochs=2)).state == "to do"
     assert Slices(cfg.replace(dataset=str(tmp_path / "b" / "texts.jsonl"))).state == "to do", (
-        "other data of the same name"
+        "other data with the same name"
     )
     with open(tmp_path / "a" / "texts.jsonl", "a") as file:
         file.write('{"text": "x"}\n' * 20)
@@ -427,8 +428,8 @@ def test_a_series_knows_its_own_runs_and_what_is_new(tmp_path):
     )
 
 
-def test_a_series_that_was_moved_goes_on_and_one_run_of_another_version_is_no_obstacle(tmp_path):
-    "Its runs' settings name the old folder; one checkpoint of theirs proves that the data is the same, also for those whose checkpoints are gone."
+def test_a_moved_series_continues_even_with_a_run_of_another_version(tmp_path):
+    "The runs' settings name the old folder. One checkpoint proves the data equal, also for runs without checkpoints."
     project = tmp_path / "project"
     project.mkdir()
     (project / "texts.jsonl").write_text('{"text": "x"}\n' * 60)
@@ -442,11 +443,11 @@ def test_a_series_that_was_moved_goes_on_and_one_run_of_another_version_is_no_ob
     checkpoint = commit(partial, {**fingerprint(slices.config), "contents": contents(slices.config)}, {})
     shutil.copy(project / "texts.jsonl", tmp_path)
     beside = Slices(cfg.replace(dataset=str(tmp_path / "texts.jsonl")))
-    assert not beside.runs() and not find_checkpoints(beside.config), "the data of these runs are where they were"
+    assert not beside.runs() and not find_checkpoints(beside.config), "these runs' data have not moved"
     moved = project.rename(tmp_path / "moved")
     there = Slices(cfg.replace(run_root=str(moved / "runs"), dataset=str(moved / "texts.jsonl")))
     assert [row["state"] for row in there.table()] == ["done", "done", "to do"]
-    assert [c.name for c in find_checkpoints(there.config)] == [checkpoint.name], "and the third slice goes on from it"
+    assert [c.name for c in find_checkpoints(there.config)] == [checkpoint.name], "the third slice continues from it"
     strange = RunDir.create(there.config)
     (strange.path / "config.json").write_text('{"a_field_of_another_version": 1}')
     assert len(Slices(there.config.replace(run_root=str(moved / "runs"))).runs()) == 2
@@ -454,7 +455,7 @@ def test_a_series_that_was_moved_goes_on_and_one_run_of_another_version_is_no_ob
 
 @pytest.mark.slow
 def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path, slow_steps):
-    "The driver is killed with SIGKILL in its second slice; the same command again finishes, and one schedule spans all."
+    "SIGKILL ends the driver in its second slice; the same command then finishes, with one schedule over all slices."
     (tmp_path / "nbs").mkdir()
     for name in ("train.ipynb", "slices.ipynb"):
         (tmp_path / "nbs" / name).write_text((NBS / name).read_text())

@@ -1,4 +1,4 @@
-"""Tokens in the environment are in no file, name or command line that a run, a failing run or a papermill run leaves."""
+"""No file, name or command line of a run, a failing run or a papermill run contains a token from the environment."""
 
 import base64
 import gzip
@@ -20,7 +20,7 @@ from secrets_scan import find_secrets
 from wandb_server import WandbServer
 
 
-def test_the_scanner_finds_what_is_planted(tmp_path):
+def test_the_scanner_finds_planted_secrets(tmp_path):
     canary = {"HF_TOKEN": "hf_" + secrets.token_urlsafe(24) + "/+?"}
     value = canary["HF_TOKEN"]
     planted = {
@@ -43,7 +43,7 @@ def test_the_scanner_finds_what_is_planted(tmp_path):
 
 
 class Watched:
-    "Runs a command and notes all command lines that are seen meanwhile."
+    "Runs a command and collects all command lines that appear meanwhile."
 
     def __init__(self, command, **options):
         self.lines, self._over = set(), threading.Event()
@@ -73,7 +73,7 @@ class Watched:
 
 @pytest.fixture
 def place(tmp_path, material):
-    "A home, a temporary folder, a model and texts, all under one folder; canaries in the environment, and a W&B server for the key."
+    "Prepare a folder with home, temporary files, model and texts; canary tokens in the environment; a W&B server."
     for name in ("home", "tmp"):
         (tmp_path / name).mkdir()
     shutil.copytree(material, tmp_path / "work")
@@ -81,7 +81,7 @@ def place(tmp_path, material):
     server = WandbServer()
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("MULTIGPU_FT_")
-    }  # other tests asked for secrets, too
+    }  # other tests have looked up secrets, too
     environment = {
         **inherited,
         **server.environment,
@@ -102,7 +102,7 @@ def assert_clean(folder, canaries, watched):
 
 
 @pytest.mark.slow
-def test_a_papermill_run_its_repository_and_its_evaluation_leave_none(place):
+def test_a_papermill_run_its_repository_and_its_evaluation_leave_no_secret(place):
     folder, canaries, environment, server = place
     (folder / "hub").mkdir()
     hub, out = Hub(folder / "hub"), folder / "work" / "out.ipynb"
@@ -130,9 +130,7 @@ def test_a_papermill_run_its_repository_and_its_evaluation_leave_none(place):
     assert server.histories and server.artifacts and any("loss" in h for h in server.history(*server.histories)), (
         "the key was used"
     )
-    assert list((folder / "work" / "runs").glob("*/wandb/run-*/logs/debug*.log")), (
-        "W&B's own logs are among what is looked through"
-    )
+    assert list((folder / "work" / "runs").glob("*/wandb/run-*/logs/debug*.log")), "the scan covers W&B's own logs"
     assert (
         "done" in outputs(out)
         and hub.checkpoints("jane/model")
@@ -150,8 +148,8 @@ def test_a_papermill_run_its_repository_and_its_evaluation_leave_none(place):
     assert not any(value in told for value in canaries.values())
 
 
-def test_a_run_that_fails_leaves_none_not_even_in_its_exception(place):
-    "On Colab, where the token comes from the notebook's secrets. A library raises with the token in the URL."
+def test_a_failing_run_leaves_no_secret_not_even_in_its_exception(place):
+    "On Colab the token comes from the notebook's secrets. A library raises an error with the token in the URL."
     folder, canaries, environment, _ = place
     store = folder / "store"
     (store / "google" / "colab").mkdir(parents=True)
@@ -174,7 +172,10 @@ def test_a_run_that_fails_leaves_none_not_even_in_its_exception(place):
     )
     environment |= {"PYTHONPATH": f"{store}:{os.environ.get('PYTHONPATH', '')}", "COLAB_RELEASE_TAG": "release"}
     environment["STORE_OF_HF"] = environment.pop("HF_TOKEN").encode().hex()
-    train = f"{BIN}/multigpu-ft train --model model --dataset texts.jsonl --tracker wandb,tensorboard --run-root mine --max-length 32 --num-epochs 300"
+    train = (
+        f"{BIN}/multigpu-ft train --model model --dataset texts.jsonl --tracker wandb,tensorboard --run-root mine "
+        "--max-length 32 --num-epochs 300"
+    )
     begun = time.monotonic()
     watched = Watched(train.split(), cwd=folder / "work", env=environment)
     assert (

@@ -1,4 +1,4 @@
-"""W&B and TensorBoard say what metrics.jsonl says, over kills and slices, and nothing of theirs disturbs a run."""
+"""W&B and TensorBoard agree with metrics.jsonl across kills and slices, and their failures never disturb a run."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ EVERYTHING = {"scalars": 0, "histograms": 0, "tensors": 0}  # EventAccumulator o
 
 @pytest.fixture(scope="module", autouse=True)
 def no_account():
-    "Whatever W&B account this machine has, the tests have none."
+    "Hide any W&B account of this machine from the tests."
     before = dict(os.environ)
     os.environ.update(NOBODY)
     yield
@@ -48,7 +48,7 @@ def steps_in_wandb(run_dir):
 
 
 def cores():
-    "W&B's own processes, as far as these tests started them."
+    "Return W&B's service processes that these tests started."
     worker, found = os.environ.get("PYTEST_XDIST_WORKER"), []
     for process in psutil.process_iter(["name", "status"]):
         with contextlib.suppress(psutil.Error):
@@ -58,7 +58,7 @@ def cores():
 
 
 def assert_same_scalars(found, records):
-    "W&B's history against metrics.jsonl: the same steps, each once, in order, and the same numbers."
+    "Check that W&B's history has the steps and numbers of metrics.jsonl, each step once and in order."
     assert [h["_step"] for h in found] == [m["step"] for m in records]
     for h, m in zip(found, records, strict=True):
         assert {
@@ -67,7 +67,7 @@ def assert_same_scalars(found, records):
 
 
 def assert_same_curves(folder, records):
-    "TensorBoard against metrics.jsonl, in fp32."
+    "Check that TensorBoard has the numbers of metrics.jsonl, in fp32."
     import numpy as np
 
     board = EventAccumulator(str(folder), EVERYTHING).Reload()
@@ -84,7 +84,7 @@ def assert_same_curves(folder, records):
 
 
 def logged_first(runs):
-    """The lines of metrics.jsonl that W&B has: of a step that was made twice the first one, because nothing is taken back. They differ in their times only."""
+    """Return the lines of metrics.jsonl that W&B has: the first of a repeated step. They differ only in their times."""
     found = {}
     for run in runs:
         found = {m["step"]: m for m in run.metrics() if m["step"] in steps_in_wandb(run)} | found
@@ -107,7 +107,7 @@ def sync(run_dir, server):
 
 
 def start_and_kill(server, cfg, enough, victim=0, **environment):
-    "Start a run, and kill a rank once `enough(run_dir)`."
+    "Start a run, and kill a rank once `enough(run_dir)` is true."
     run_dir, agent = server.start(cfg, **environment)
     until(lambda: enough(run_dir), 60, f"{run_dir.log_file(0)}: enough steps")
     os.kill(run_dir.status()["pids"]["ranks"][victim], signal.SIGKILL)
@@ -121,7 +121,7 @@ def start_and_kill(server, cfg, enough, victim=0, **environment):
 
 @pytest.fixture(scope="module")
 def curve(material, server, tmp_path_factory):
-    "Without a network: a run that is killed, resumed, and continued on the next slice."
+    "Return runs without a network: one that is killed, its resumption, and the next slice."
     root = tmp_path_factory.mktemp("curve") / "runs"
     cfg = faults.config(
         material,
@@ -137,7 +137,7 @@ def curve(material, server, tmp_path_factory):
     file, block = wandb_files(killed)[-1], 32_768
     os.truncate(
         file, file.stat().st_size // block * block
-    )  # W&B writes whole blocks, so this is how a kill leaves it, with the first part of a record
+    )  # W&B writes whole blocks, so a kill leaves the first part of a record at the end
     resumed = server.finish(cfg)
     second = server.finish(cfg.replace(start_idx=24, end_idx=48, num_epochs=5))
     assert second.status()["state"] == "done", second.log_file(0).read_text()
@@ -149,9 +149,9 @@ def test_a_kill_a_resume_and_a_slice_are_one_curve(curve):
     lines = {run.status()["line"] for run in curve}
     records = earlier_metrics(second, 10**9)
     assert len(lines) == 1 and [m["step"] for m in records] == list(range(1, second.status()["step"] + 1))
-    assert killed.metrics()[-1]["step"] >= resumed.status()["first_step"] > 1, "some steps were made twice"
+    assert killed.metrics()[-1]["step"] >= resumed.status()["first_step"] > 1, "some steps were trained twice"
     steps = [step for run in curve for step in steps_in_wandb(run)]
-    assert steps == list(range(1, len(records) + 1)), "each step once, in order, none left out"
+    assert steps == list(range(1, len(records) + 1)), "each step once, in order, without gaps"
     board = assert_same_curves(killed.path.parent / "tensorboard" / lines.pop(), records)
     assert b"| learning_rate | 0.001 |" in board.Tensors("settings")[0].tensor_proto.string_val[0]
     checkpoint = json.loads((second.checkpoints()[-1] / "progress.json").read_text())
@@ -163,7 +163,7 @@ def test_a_kill_a_resume_and_a_slice_are_one_curve(curve):
     )
 
 
-def test_histograms_stand_where_they_were_taken(curve):
+def test_histograms_stand_at_the_steps_they_were_taken(curve):
     board = EventAccumulator(str(curve[0].path.parent / "tensorboard" / curve[0].status()["line"]), EVERYTHING).Reload()
     name = "parameters/model.decoder.final_layer_norm.weight"
     found, last = board.Histograms(name), curve[-1].status()["step"]
@@ -173,8 +173,8 @@ def test_histograms_stand_where_they_were_taken(curve):
     assert found[0].histogram_value.num == 32 == sum(found[0].histogram_value.bucket)
 
 
-def test_what_was_logged_offline_is_uploaded_later_and_once(curve):
-    "W&B's own client reads the files, for a server that keeps what it is sent."
+def test_offline_logs_are_uploaded_later_and_once(curve):
+    "W&B's own client reads the files and sends them to a server that keeps them."
     server, last = WandbServer(), curve[-1]
     try:
         uploaded = sync(last, server)
@@ -197,8 +197,8 @@ def test_what_was_logged_offline_is_uploaded_later_and_once(curve):
         server.close()
 
 
-def test_what_wandbs_own_command_did_not_upload_counts_as_not_uploaded(material, server, run_root, tmp_path):
-    "Steps could come from metrics.jsonl then, but not the histograms, and nobody would try again."
+def test_files_that_wandb_sync_did_not_upload_count_as_not_uploaded(material, server, run_root, tmp_path):
+    "Otherwise metrics.jsonl would supply the steps, but never the histograms."
     run = server.finish(
         faults.config(material, run_root, tracker="wandb", histogram_every=5, num_epochs=1, save_every=None)
     )
@@ -224,7 +224,7 @@ def test_what_wandbs_own_command_did_not_upload_counts_as_not_uploaded(material,
         taking.close()
 
 
-def test_a_refused_key_is_told_and_nothing_counts_as_uploaded(material, server, run_root):
+def test_a_rejected_key_is_reported_and_nothing_counts_as_uploaded(material, server, run_root):
     run = server.finish(faults.config(material, run_root, tracker="wandb", num_epochs=1, save_every=None))
     refusing = WandbServer()
     refusing.refuse = True
@@ -235,7 +235,7 @@ def test_a_refused_key_is_told_and_nothing_counts_as_uploaded(material, server, 
         )
         assert (
             done.returncode == 1
-            and "ConfigError: W&B did not take the run" in done.stderr
+            and "ConfigError: W&B rejected the run" in done.stderr
             and KEY not in done.stdout + done.stderr
         )
         assert not list(run.path.glob("wandb/*/*.synced"))
@@ -246,7 +246,7 @@ def test_a_refused_key_is_told_and_nothing_counts_as_uploaded(material, server, 
 
 
 def test_the_curve_is_kept_with_the_run(curve, tmp_path):
-    "On Kaggle the disk is lost with the session."
+    "On Kaggle the disk is lost when the session ends."
     line = curve[-1].status()["line"]
     kept, remarks = keep_outputs(curve[-1].path, tmp_path)
     assert (
@@ -267,11 +267,11 @@ def test_an_experiment_on_an_older_checkpoint_is_a_curve_of_its_own(material, se
         assert_same_curves(run_root / "tensorboard" / line, earlier_metrics(run, 100))
 
 
-# -- W&B as it may be -----------------------------------------------------------------------------------------------
+# -- W&B in trouble -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_online_over_slices_and_a_death_of_wandb_itself(material, server, run_root):
+def test_online_curves_survive_slices_and_the_death_of_wandb(material, server, run_root):
     wandb = WandbServer()
     try:
         cfg = faults.config(material, run_root, tracker="wandb", num_epochs=2, save_every=None, end_idx=24)
@@ -297,7 +297,7 @@ def test_online_over_slices_and_a_death_of_wandb_itself(material, server, run_ro
         wandb.close()
 
 
-def test_a_server_that_never_answers_holds_nobody_up(material, server, run_root):
+def test_a_server_that_never_answers_delays_no_run(material, server, run_root):
     silent = SilentServer()
     try:
         cfg = faults.config(material, run_root, tracker="wandb", num_epochs=1, save_every=None)
@@ -310,8 +310,8 @@ def test_a_server_that_never_answers_holds_nobody_up(material, server, run_root)
         silent.close()
 
 
-def test_without_a_network(tmp_path):
-    "A network namespace with loopback only, and a key."
+def test_a_run_without_a_network_is_logged_offline(tmp_path):
+    "The process has a key, and a network namespace with loopback only."
     allowed = subprocess.run(["unshare", "-rn", "true"], capture_output=True)
     if allowed.returncode:
         pytest.skip(f"needs the right to unshare: {allowed.stderr.decode()}")
@@ -336,7 +336,7 @@ def test_without_a_network(tmp_path):
     assert "tensorflow" not in run.log_file(0).read_text().lower() and not cores()
 
 
-def test_a_missing_package_is_told_before_anything_is_loaded(monkeypatch, material, run_root):
+def test_a_missing_package_is_reported_before_anything_is_loaded(monkeypatch, material, run_root):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(
@@ -346,7 +346,7 @@ def test_a_missing_package_is_told_before_anything_is_loaded(monkeypatch, materi
     check_trackers(RunConfig())
 
 
-def test_a_full_disk_costs_no_run_and_no_point(tmp_path):
+def test_a_full_disk_ends_no_run_and_loses_no_point(tmp_path):
     "RLIMIT_FSIZE makes a write fail half-way, as a full disk does."
     board = TensorBoard(tmp_path, 0, {}, list)
     before, size = resource.getrlimit(resource.RLIMIT_FSIZE), next(tmp_path.iterdir()).stat().st_size
@@ -365,7 +365,7 @@ def test_a_full_disk_costs_no_run_and_no_point(tmp_path):
 
 
 def counted_on_each_rank(strategy_name):
-    "On the main rank: histograms, and numpy's counts of the gathered tensors between the same edges."
+    "Return, on the main rank, histograms and numpy's counts of the gathered tensors between the same edges."
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -422,7 +422,7 @@ def counted_on_each_rank(strategy_name):
 
 
 @pytest.mark.slow
-def test_counts_are_numpys_however_tensors_are_spread(tmp_path):
+def test_counts_equal_numpys_however_tensors_are_spread(tmp_path):
     from multigpu_ft import launch
 
     found = {
@@ -438,7 +438,7 @@ def test_counts_are_numpys_however_tensors_are_spread(tmp_path):
 # -- the kernel's side ----------------------------------------------------------------------------------------------
 
 
-def test_names_from_the_environment(monkeypatch):
+def test_the_environment_supplies_names(monkeypatch):
     monkeypatch.setenv("RUN_NAME", "friday")
     assert (
         for_this_machine(RunConfig()).run_name == "friday"
@@ -452,6 +452,7 @@ def test_names_from_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     "statement", ["import multigpu_ft", "from multigpu_ft import launch", "import multigpu_ft.cli"]
 )
-def test_importing_brings_no_tracker(statement):
-    code = f"import sys; {statement}; loaded = set(sys.modules) & {{'wandb', 'tensorboard', 'tensorflow', 'torch'}}; assert not loaded, loaded"
+def test_importing_the_package_imports_no_tracker(statement):
+    heavy = {"wandb", "tensorboard", "tensorflow", "torch"}
+    code = f"import sys; {statement}; loaded = set(sys.modules) & {heavy}; assert not loaded, loaded"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)

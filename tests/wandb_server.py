@@ -1,4 +1,4 @@
-"""As much of a W&B server as the client needs: it keeps the history of each run, as the client streams it."""
+"""The part of a W&B server that the client needs: it keeps the history of each run as the client streams it."""
 
 import gzip
 import json
@@ -6,7 +6,7 @@ import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-KEY = "0123456789abcdef" * 2 + "01234567"  # of the right form
+KEY = "0123456789abcdef" * 2 + "01234567"  # a key of the right form
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -51,12 +51,15 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_):
-        "A client that goes without a farewell, as W&B's does."
+        "Ignore clients that disconnect without a goodbye, as W&B's does."
 
 
 class WandbServer:
-    """On loopback. `histories`: the steps of each run, by its id; `configs`, `names`, `groups`: what was said of it; `artifacts`: names, types and aliases;
-    `refuse`: every key is wrong."""
+    """A W&B server on loopback.
+
+    `histories` has the steps of each run by its id; `configs`, `names` and `groups` its description; `artifacts` names,
+    types and aliases. With `refuse` every key is rejected.
+    """
 
     def __init__(self):
         self.histories, self.configs, self.names, self.groups, self.artifacts, self.refuse = {}, {}, {}, {}, [], False
@@ -114,7 +117,7 @@ class WandbServer:
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
         if operation == "Viewer":
             return {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
-        if not operation:  # of which type an artifact is
+        if not operation:  # asks for the type of an artifact
             return {"project": None}
         if operation == "CreateArtifact":
             given = variables["input"]

@@ -233,12 +233,9 @@ def tokenize(cfg: RunConfig, slice: Texts, tokenizer: Any) -> TokenizedTexts:
 
 # %% ../../nbs/data/04_tokenization.ipynb #8c29755e
 def tokenizer_digest(tokenizer: Any) -> str:
-    "A name for what `tokenizer` makes of texts: another vocabulary, merge or special token has another."
+    "Return a digest of how `tokenizer` encodes texts: vocabulary, merges and special tokens."
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = json.loads(backend.to_str()) if backend is not None else {"vocabulary": tokenizer.get_vocab()}
-    content |= {
-        "truncation": None,
-        "padding": None,
-        "special": sorted(map(str, tokenizer.all_special_tokens)),
-    }  # the first two change with each call
+    # Truncation and padding change with each call.
+    content |= {"truncation": None, "padding": None, "special": sorted(map(str, tokenizer.all_special_tokens))}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -340,7 +340,7 @@ def short_name(model: str) -> str:
 
 # %% ../../nbs/run/05_run_dir.ipynb #38bbc43f
 def clear_attempt(run_dir: RunDir) -> None:
-    "Put away what an attempt left in `run_dir`, or in a node's part of it."
+    "Delete the errors and heartbeats that an attempt left in `run_dir`, or in a node's part of it, and move its logs."
     for path in [*run_dir.path.glob("errors/*.json"), *run_dir.path.glob("beats/*")]:
         path.unlink()
     logs = list(run_dir.path.glob("logs/rank*.log"))
@@ -352,7 +352,7 @@ def clear_attempt(run_dir: RunDir) -> None:
 
 
 def begin_anew(run_dir: RunDir) -> None:
-    "A clean slate, where the run in `run_dir`, or a node's part of it, was started before."
+    "Reset the status of a run, or of a node's part of it, that was started before."
     if run_dir.status()["state"] != "starting":
         (run_dir.path / "stop").unlink(missing_ok=True)
         for path in run_dir.path.glob("errors/*.json"):

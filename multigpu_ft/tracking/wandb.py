@@ -32,16 +32,16 @@ _FACTS = "strategy dtype packing world_size device slice texts rows_a_step total
 
 
 def tracked_settings(run_dir: RunDir) -> dict[str, Any]:
-    "What a run was asked to do, and, under names with `decided_`, what its status says of that."
+    "Return the settings of a run and, under names with `decided_`, the facts from its status."
     status = run_dir.status()
     return {**run_dir.config().model_dump(), **{f"decided_{name}": status.get(name) for name in _FACTS}}
 
 # %% ../../nbs/tracking/05_wandb.ipynb #363b391b
-_BLOCK = 32768  # of W&B's log format
+_BLOCK = 32768  # block size of W&B's log format
 
 
 def _wandb_records(path: Path) -> Iterator[Any]:
-    "The records of a .wandb file, up to where it was cut off."
+    "Yield the records of a .wandb file, up to its end or the point where it was cut off."
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, place, parts = path.read_bytes(), 7, b""
@@ -61,20 +61,17 @@ def _wandb_records(path: Path) -> Iterator[Any]:
 
 
 def logged_steps(path: Path) -> list[int]:
-    "The steps in a .wandb file."
+    "Return the steps in a .wandb file."
     found = []
     for r in _wandb_records(path):
         if r.HasField("history"):
-            found += [
-                int(item.value_json)
-                for item in r.history.item
-                if item.key == "_step" or list(item.nested_key) == ["_step"]
-            ]
+            items = [i for i in r.history.item if i.key == "_step" or list(i.nested_key) == ["_step"]]
+            found += [int(item.value_json) for item in items]
     return found
 
 
 def _wandb_files(run_dir: RunDir) -> list[Path]:
-    "What W&B has written in offline mode, oldest first."
+    "Return the files that W&B has written in offline mode, oldest first."
     return sorted(run_dir.path.glob("wandb/offline-run-*/*.wandb"))
 
 
@@ -82,8 +79,15 @@ def _is_synced(path: Path) -> bool:
     return path.with_name(f"{path.name}.synced").exists()
 
 
+def _mark_synced(files: list[Path]) -> None:
+    "Mark offline files as uploaded, the way W&B does."
+    for path in files:
+        with suppress(OSError):  # an earlier session's files are read-only
+            path.with_name(f"{path.name}.synced").touch()
+
+# %% ../../nbs/tracking/05_wandb.ipynb #9edeaffd
 def _answers(url: str, seconds: float) -> bool:
-    "Whether a server answers at `url`, whatever it says, within `seconds`."
+    "Return whether a server answers at `url` within `seconds`, whatever the answer."
     answered = threading.Event()
 
     def ask() -> None:
@@ -95,18 +99,20 @@ def _answers(url: str, seconds: float) -> bool:
         except (OSError, ValueError):
             pass
 
-    threading.Thread(target=ask, name="wandb-probe", daemon=True).start()  # the look-up of a name knows no timeout
+    threading.Thread(target=ask, name="wandb-probe", daemon=True).start()  # name resolution has no timeout
     return answered.wait(seconds)
 
 
 def _why_offline(settings: Any, probe_s: float) -> str | None:
-    "Why W&B cannot be online, if it cannot."
+    "Return why W&B can't be online, `None` if it can."
     if settings.mode in ("offline", "dryrun"):
-        return "WANDB_MODE says so"
+        return f"WANDB_MODE is {settings.mode}"
     host = urlsplit(settings.base_url).netloc
     if not (settings.api_key or settings.identity_token_file or _in_netrc(host)):
         return "there is no WANDB_API_KEY"
-    return None if _answers(settings.base_url, probe_s) else f"{host} does not answer within {probe_s} s"
+    if not _answers(settings.base_url, probe_s):
+        return f"{host} does not answer within {probe_s} s"
+    return None
 
 
 def _in_netrc(host: str) -> bool:
@@ -114,10 +120,13 @@ def _in_netrc(host: str) -> bool:
         return netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host) is not None
     return False
 
-
+# %% ../../nbs/tracking/05_wandb.ipynb #59ffc544
+# Time limits in seconds: the answer of the server, the start of a run, its end.
 _PROBE_S, _INIT_S, FINISH_S = 3, 20, 10
-_PATIENT_S = 120  # where no GPU waits; W&B's own process alone may take a minute to start on a busy machine
-_PRIVATE = {  # that nothing goes to W&B or its files but what we log; names that a version of W&B does not know are left out
+# `sync` keeps no GPU waiting, and on a busy machine W&B's service takes up to a minute to start.
+_PATIENT_S = 120
+# W&B and its files receive only what we log. Settings that the installed version doesn't know are left out.
+_PRIVATE = {
     "silent": True,
     "console": "off",
     "save_code": False,
@@ -142,17 +151,18 @@ _PRIVATE = {  # that nothing goes to W&B or its files but what we log; names tha
 def _import_wandb() -> Any:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     for name in ("WANDB_DEBUG", "WANDB_CORE_DEBUG"):
-        os.environ[name] = "false"  # what it logs then has the key in it
+        os.environ[name] = "false"  # its debug log contains the key
     import wandb
 
     return wandb
 
 
 def _init(run_dir: RunDir, line: str, config: dict[str, Any], mode: str, **settings: Any) -> Any:
-    "The W&B run of a line."
+    "Start the W&B run of a line."
     import wandb
 
-    wanted = {**_PRIVATE, "stop_fn": run_dir.request_stop, **settings}  # W&B's page has a button to stop a run
+    wanted = {**_PRIVATE, "stop_fn": run_dir.request_stop, **settings}  # for the stop button on W&B's page
+    known = {name: value for name, value in wanted.items() if name in wandb.Settings.model_fields}
     cfg = run_dir.config()
     return wandb.init(
         mode=mode,
@@ -164,14 +174,12 @@ def _init(run_dir: RunDir, line: str, config: dict[str, Any], mode: str, **setti
         name=run_dir.name,
         group=f"{short_name(cfg.model)} {short_name(cfg.dataset)}",
         config=config,
-        settings=wandb.Settings(
-            **{name: value for name, value in wanted.items() if name in wandb.Settings.model_fields}
-        ),
+        settings=wandb.Settings(**known),
     )
 
 
 def _end_service() -> None:
-    "End W&B's own process."
+    "End W&B's service process."
     import wandb
 
     wandb.teardown()
@@ -182,12 +190,19 @@ def _log(run: Any, record: dict[str, Any]) -> None:
 
 
 def shortened(error: BaseException) -> str:
-    "What went wrong, in one line without a secret."
+    "Return what went wrong, in one line without secrets."
     return hide_secrets(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+
+# %% ../../nbs/tracking/05_wandb.ipynb #cb58caf6
+_MOST_WAITING = 20_000  # jobs; more wait only if W&B hangs or is slower than training
 
 
 class Wandb:
-    "W&B's part of `line`, from where it stands after `step` steps. `roots` are the folders that hold the line's runs."
+    """Logs a run to W&B's run of `line`, in a thread.
+
+    `step` is where the run starts. `config` is shown as its settings. `earlier` returns records of the steps before,
+    which are added if W&B lacks them. `roots` are the folders that hold the line's runs.
+    """
 
     def __init__(
         self,
@@ -198,17 +213,15 @@ class Wandb:
         earlier: Callable[[], list[dict[str, Any]]],
         roots: list[Path],
     ) -> None:
-        self._run_dir, self._line, self._has, self._config, self._earlier, self._roots = (
-            run_dir,
-            line,
-            step,
-            config,
-            earlier,
-            roots,
-        )
+        self._run_dir = run_dir
+        self._line = line
+        self._has = step
+        self._config = config
+        self._earlier = earlier
+        self._roots = roots
         self._todo: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._exit_code = 0
-        self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()  # from the thread, for the user
+        self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()  # remarks of the thread, for the user
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
@@ -219,32 +232,28 @@ class Wandb:
         def log(run: Any) -> None:
             import wandb
 
-            if step > self._has:  # the numbers of the step follow, and conclude it
-                run.log(
-                    {name: wandb.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()},
-                    step=step,
-                    commit=False,
-                )
+            if step > self._has:
+                values = {name: wandb.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()}
+                run.log(values, step=step, commit=False)  # the numbers of the step follow and complete it
 
         self._later(log)
 
     def log_checkpoint(self, path: Path, step: int) -> None:
-        "As an artifact that refers to the directory, with the digests of its files: nothing is copied or uploaded."
+        "Log an artifact that refers to the directory, with the digests of its files. Nothing is copied or uploaded."
         files = read_commit(path)["files"]
 
         def log(run: Any) -> None:
             import wandb
 
-            if not path.exists():  # deleted by now, in favour of a newer one
+            if not path.exists():  # replaced by a newer one in the meantime
                 return
+            metadata = {"step": step, "files": files}
             try:
-                artifact = wandb.Artifact(
-                    f"checkpoints-{self._line}", type="model", metadata={"step": step, "files": files}
-                )
+                artifact = wandb.Artifact(f"checkpoints-{self._line}", type="model", metadata=metadata)
                 artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
                 run.log_artifact(artifact, aliases=["latest", path.name])
-            except Exception as error:  # the curve is worth more
-                self.remarks.put(f"checkpoint {path.name} is no artifact of W&B: {shortened(error)}")
+            except Exception as error:  # logging continues without the artifact
+                self.remarks.put(f"checkpoint {path.name} was not logged as a W&B artifact: {shortened(error)}")
 
         self._later(log)
 
@@ -253,16 +262,16 @@ class Wandb:
             self._todo.put(job)
 
     def close(self, seconds: float, exit_code: int = 0) -> None:
-        "Conclude the run, and wait at most `seconds` for it."
+        "Finish the run, and wait at most `seconds` for that."
         self._exit_code = exit_code
         self._todo.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self.remarks.put(f"W&B was not done within {seconds:g} s; {self._remedy}")
+            self.remarks.put(f"W&B did not finish within {seconds:g} s; {self._remedy}")
 
     @property
     def _remedy(self) -> str:
-        return f"metrics.jsonl has everything, and this uploads it: multigpu-ft sync {self._run_dir.path}"
+        return f"metrics.jsonl is complete; to upload it: multigpu-ft sync {self._run_dir.path}"
 
     def _work(self) -> None:
         try:
@@ -271,15 +280,15 @@ class Wandb:
                 job(run)
             run.finish(exit_code=self._exit_code)
             _end_service()
-        except BaseException as error:  # whatever it is, training does not end with it
+        except BaseException as error:  # no error of W&B may end training
             self.remarks.put(f"W&B is off for the rest of this run ({shortened(error)}); {self._remedy}")
 
     def _start(self) -> Any:
         wandb = _import_wandb()
-        line_files = [
-            path for run in runs_of(self._line, *self._roots) for path in run.path.glob("wandb/*run-*/*.wandb")
-        ]
-        reason, run = _why_offline(wandb.setup(wandb.Settings(silent=True)).settings, _PROBE_S), None
+        line_runs = runs_of(self._line, *self._roots)
+        line_files = [path for run in line_runs for path in run.path.glob("wandb/*run-*/*.wandb")]
+        reason = _why_offline(wandb.setup(wandb.Settings(silent=True)).settings, _PROBE_S)
+        run = None
         if not reason:
             try:
                 run = _init(self._run_dir, self._line, self._config, "online")
@@ -289,9 +298,8 @@ class Wandb:
         if reason:
             has = max((step for path in line_files for step in logged_steps(path)), default=0)
             run = _init(self._run_dir, self._line, self._config, "offline")
-            self.remarks.put(
-                f"W&B is offline ({reason}). To upload the run later: multigpu-ft sync {self._run_dir.path}"
-            )
+            later = f"multigpu-ft sync {self._run_dir.path}"
+            self.remarks.put(f"W&B is offline ({reason}). To upload the run later: {later}")
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         for record in self._earlier() if has < self._has else ():
@@ -302,21 +310,13 @@ class Wandb:
             _mark_synced([path for run in runs_of(self._line, *self._roots) for path in _wandb_files(run)])
         return run
 
-
-_MOST_WAITING = 20_000  # jobs; W&B hangs, or is slower than training
-
-
-def _mark_synced(files: list[Path]) -> None:
-    "W&B's own sign that a file of an offline run need not be uploaded: what it holds was."
-    for path in files:
-        with suppress(OSError):  # an earlier session's, which can only be read
-            path.with_name(f"{path.name}.synced").touch()
-
 # %% ../../nbs/tracking/05_wandb.ipynb #43e9ae78
 def sync_wandb(run_dir: str | Path) -> list[str]:
-    """Upload what W&B lacks of a run and of those it goes on from. Returns what was uploaded: names of offline runs, and steps that came from metrics.jsonl.
+    """Upload what W&B lacks of a run and of the runs it continues.
 
-    Raises `ConfigError` if there is no key, or W&B cannot be reached or refuses.
+    Returns what was uploaded: names of offline runs, and steps taken from metrics.jsonl.
+
+    Raises `ConfigError` if there is no key, or if W&B can't be reached or rejects the run.
     """
     run_dir = RunDir(run_dir)
     cfg, status = run_dir.config(), run_dir.status()
@@ -324,10 +324,10 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
         return []
     wandb = _import_wandb()
     if reason := _why_offline(wandb.setup(wandb.Settings(silent=True)).settings, _INIT_S):
-        remedy = (
-            "Put a key in WANDB_API_KEY or use `wandb login`, look for the network, unset WANDB_MODE, and try again"
+        raise ConfigError(
+            f"nothing was uploaded to W&B: {reason}. "
+            "Put a key in WANDB_API_KEY or use `wandb login`, check the network, unset WANDB_MODE, and try again."
         )
-        raise ConfigError(f"nothing was uploaded to W&B: {reason}. {remedy}.")
     records = earlier_metrics(run_dir, max((m["step"] for m in run_dir.metrics()), default=0))
     launched = status.get("launched", 0)
     earlier = [
@@ -342,15 +342,15 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
         return [r for r in records if waiting and has < r["step"] < files[waiting[0]][0]]
 
     def the_rest(has: int) -> list[dict[str, Any]]:
-        if taken and has < (last := files[taken[-1]][-1]):  # their histograms are nowhere else
-            raise RuntimeError(
-                f"after `wandb sync` it has {has} of {last} steps: {(said.splitlines() or ['it said nothing'])[-1]}"
-            )
+        if taken and has < (last := files[taken[-1]][-1]):  # only the file has the histograms
+            output = (said.splitlines() or ["no output"])[-1]
+            raise RuntimeError(f"after `wandb sync` it has {has} of {last} steps: {output}")
         return [r for r in records if r["step"] > has] if taken == waiting else []
 
     try:
         made_up = _upload(run_dir, status["line"], before_the_files)
-        for path in waiting:  # one by one: of a file that a kill cut short W&B uploads what there is, calls that a failure, and looks at no further one
+        # One by one: W&B uploads what a truncated file has, but reports a failure and skips all files after it.
+        for path in waiting:
             command = [sys.executable, "-m", "wandb", "sync", str(path.parent)]
             done = subprocess.run(
                 command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
@@ -362,14 +362,14 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
         made_up += _upload(run_dir, status["line"], the_rest)
     except Exception as error:
         raise ConfigError(
-            f"W&B did not take the run: {shortened(error)}. Look for the key (WANDB_API_KEY) and the network, and try again."
+            f"W&B rejected the run: {shortened(error)}. Check the key (WANDB_API_KEY) and the network, and try again."
         ) from None
     _mark_synced(list(files))
     return [path.parent.name for path in waiting] + made_up
 
 
 def _upload(run_dir: RunDir, line: str, choose: Callable[[int], list[dict[str, Any]]]) -> list[str]:
-    "Log what `choose` says, given the last step that W&B has. Returns that in words."
+    "Log the records that `choose` returns for the last step that W&B has. Returns their range in words."
     run = _init(
         run_dir,
         line,

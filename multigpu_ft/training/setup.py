@@ -171,10 +171,8 @@ class Prepared:
 
     strategy: Single
     quantization: str
-    trained: list[
-        dict[str, Any]
-    ]  # the slice ledger that a `.pt` file's name told; of another checkpoint it is in its progress
-    about: dict[str, Any]  # what was decided, for status.json
+    trained: list[dict[str, Any]]  # the ledger of a `.pt` file; our own checkpoints keep theirs in progress.json
+    about: dict[str, Any]  # the decisions, for status.json
 
 
 def load_base(
@@ -186,16 +184,16 @@ def load_base(
     quantization: str,
     sharded: bool,
 ) -> tuple[nn.Module, bool]:
-    """The model of `cfg`, its weights of `dtype` or quantized, as a strategy's `prepare` takes it, and whether it is `streamed`: then only rank 0's has
-    weights. A collective.
+    """Return the model of `cfg`, as a strategy's `prepare` expects it, and whether it is `streamed`. A collective.
 
-    Packed weights are small, so unless they are to be `sharded` each rank makes its own on its device; everything else is read by one rank and sent to the
-    others. Raises `ModelError`."""
+    Its weights are of `dtype` or quantized; those of a `streamed` model are only on rank 0. Packed weights are small,
+    so each rank makes its own on its device, unless they are to be `sharded`. One rank reads everything else and sends
+    it to the others. Raises `ModelError`.
+    """
     streamed = world.size > 1 and (quantization == "none" or sharded)
     if world.is_main or not streamed:
-        model = load_model(
-            cfg, tokenizer, label_names, dtype, quantization, torch.device("cpu") if streamed else world.device
-        )
+        device = torch.device("cpu") if streamed else world.device
+        model = load_model(cfg, tokenizer, label_names, dtype, quantization, device)
     else:
         model = load_shell(cfg, tokenizer, label_names, dtype)
     if streamed:
@@ -206,9 +204,11 @@ def load_base(
 
 
 def with_loss(cfg: RunConfig, model: nn.Module, label_names: list[str] | None, kind: str | None = None) -> nn.Module:
-    """`model` of `load_base` with its adapter and its loss, which is told the `kind` of device if it is another than that of its inputs.
+    """Return `model`, as `load_base` returns it, with its adapter and its loss.
 
-    Raises `ModelError` for target modules that the model does not have."""
+    Pass the `kind` of device if it isn't the one that the inputs are on. Raises `ModelError` for target modules that
+    the model doesn't have.
+    """
     base = model
     if cfg.tuning != "full":
         model = add_adapter(cfg, model)
@@ -219,9 +219,11 @@ def with_loss(cfg: RunConfig, model: nn.Module, label_names: list[str] | None, k
 
 
 def put_under(cfg: RunConfig, strategy: Single, loss_model: nn.Module, streamed: bool) -> int:
-    """Prepare `loss_model` and its optimizer for `strategy`. Returns the k of every k-th block that computes its activations again, 0 for none. A collective.
+    """Prepare `loss_model` and its optimizer for `strategy`, and choose activation checkpointing. A collective.
 
-    Raises `ModelError` if the model cannot do that."""
+    Returns k if every k-th block recomputes its activations, 0 if none does. Raises `ModelError` if the model doesn't
+    support that.
+    """
     base = without_adapter(loss_model.model)
     strategy.prepare(loss_model, lambda prepared: make_optimizer(cfg, prepared), streamed)
     free = -strategy.world.max(-strategy.free_memory())
@@ -229,18 +231,17 @@ def put_under(cfg: RunConfig, strategy: Single, loss_model: nn.Module, streamed:
     checkpoint_activations(base, every)
     return every
 
-
+# %% ../../nbs/training/04_setup.ipynb #8b36670c
 def _as_planned(cfg: RunConfig, plan: dict[str, Any], world: World) -> tuple[RunConfig, str | None]:
-    "`cfg` with what was decided for these GPUs, if it was for these, and the reason for its strategy in words."
+    "Return `cfg` with the decisions of `plan` and its reason for the strategy, if `plan` was made for these GPUs."
     if not plan or world.device.type != "cuda" or plan["gpus"] != world.size:
         return cfg, None
     memory = torch.cuda.get_device_properties(world.device).total_memory / 2**20
     if abs(memory / plan["memory_mib"] - 1) > 0.05:
         return cfg, None
     reason = plan["line"] if cfg.strategy == "auto" else None
-    return cfg.replace(
-        **{name: value for name, value in plan["decided"].items() if getattr(cfg, name) == "auto"}
-    ), reason
+    decided = {name: value for name, value in plan["decided"].items() if getattr(cfg, name) == "auto"}
+    return cfg.replace(**decided), reason
 
 
 def prepare_model(
@@ -252,10 +253,13 @@ def prepare_model(
     remark: Callable[[str], None],
     plan: dict[str, Any] | None = None,
 ) -> Prepared:
-    """Load the model of `cfg` and put it under its strategy, as `plan` of the run directory decided what `cfg` leaves open. Of a `checkpoint` only weights that
-    another program saved are taken up here. A collective.
+    """Load the model of `cfg` and prepare it under its strategy. A collective.
 
-    Raises `ConfigError`, `ModelError` or `CheckpointError` for what cannot be found, does not fit or cannot work."""
+    The `plan` of the run directory decides what `cfg` leaves open. Only weights that another program saved are read
+    from `checkpoint` here.
+
+    Raises `ConfigError`, `ModelError` or `CheckpointError` for what cannot be found, does not fit or cannot work.
+    """
     cfg, planned = _as_planned(cfg, plan or {}, world)
     quantization, quantization_reason = choose_quantization(cfg, world.size, world.device)
     dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, world.device)
@@ -265,9 +269,8 @@ def prepare_model(
     model, streamed = load_base(cfg, world, tokenizer, label_names, dtype, quantization, strategy.name == "fsdp")
     trained = take_foreign(checkpoint, model, cfg, world) if checkpoint and is_foreign(checkpoint) else []
     if cfg.tuning != "full":
-        remark(
-            f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%}); quantization {quantization}: {quantization_reason}"
-        )
+        share = f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%})"
+        remark(f"{share}; quantization {quantization}: {quantization_reason}")
     every = put_under(cfg, strategy, with_loss(cfg, model, label_names), streamed)
     about = {
         "strategy_reason": planned or why,
@@ -285,9 +288,13 @@ def prepare_model(
 def settle_packing(
     cfg: RunConfig, strategy: Single, texts: TokenizedTexts, begun: str | None = None
 ) -> tuple[str, str, bool]:
-    """The packing, the reason for it, and whether the loss is computed in chunks, which `strategy`'s model is told. `begun` is the packing that the slice
-    began with, if it did; `auto` stays with it. A collective."""
-    core, model, world = getattr(strategy.model, "module", strategy.model), strategy.unwrap_model(), strategy.world
+    """Return the packing, the reason for it, and whether the loss is computed in chunks. A collective.
+
+    The choice about chunks is also set in `strategy`'s model. `begun` is the packing of a slice that has already
+    begun; with `auto` it is kept.
+    """
+    core = getattr(strategy.model, "module", strategy.model)
+    model, world = strategy.unwrap_model(), strategy.world
     if cfg.task == "classification":
         return *choose_packing(cfg, {}, texts, model, world.size), False
 
@@ -308,5 +315,5 @@ def settle_packing(
     exact = {way: world.max(float(not fine)) == 0 for way, fine in exact.items()}
     core.chunked = exact["chunked"]
     if cfg.packing == "auto" and begun and exact.get(begun, True):
-        return begun, "as the slice began", core.chunked
+        return begun, "kept: the slice began with it", core.chunked
     return *choose_packing(cfg, exact, texts, model, world.size), core.chunked

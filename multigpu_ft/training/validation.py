@@ -61,7 +61,7 @@ def evaluate_texts(strategy: Single, texts: TokenizedTexts, batch_size: int, num
 
 # %% ../../nbs/training/02_validation.ipynb #8186d5a7
 class Evaluations:
-    "What a run that trains finds on held-out texts. Methods are collectives."
+    "Evaluates a training run on held-out `texts` (`None`: never) and tracks the best result. Methods are collectives."
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class Evaluations:
         texts: TokenizedTexts | None,
         num_labels: int,
     ) -> None:
-        self._cfg, self._run_dir, self._strategy, self._tracker, self._progress = (
-            cfg,
-            run_dir,
-            strategy,
-            tracker,
-            progress,
-        )
-        self._disks, self._texts, self._num_labels = disks, texts, num_labels
+        self._cfg = cfg
+        self._run_dir = run_dir
+        self._disks = disks
+        self._strategy = strategy
+        self._tracker = tracker
+        self._progress = progress
+        self._texts = texts
+        self._num_labels = num_labels
         self.newest: dict[str, float] = {}
 
     @property
@@ -90,7 +90,7 @@ class Evaluations:
 
     @property
     def best(self) -> dict[str, Any]:
-        "Scores, `step` and, once it is saved, `checkpoint` of the best one; empty if there is none."
+        "Return scores, `step` and, once saved, `checkpoint` of the best evaluation; empty if there is none."
         return {name: value for name, value in self._progress.best.items() if name != "data"}
 
     @property
@@ -98,55 +98,61 @@ class Evaluations:
         return self._cfg.patience is not None and self._progress.evaluations_since >= self._cfg.patience
 
     def check_room(self, room: int) -> None:
-        "Raise `CheckpointError` if a disk that holds `room` checkpoints has none for the best one."
+        "Raise `CheckpointError` if a disk with room for `room` checkpoints can't hold the best one beside the newest."
         if room < 2 and self._cfg.chooses_best:
             needed = checkpoint_bytes(self._cfg, self._strategy) / 2**30
             raise CheckpointError(
-                f"the best checkpoint is to be kept beside the newest, but {self._run_dir.path}, or disk_budget_gb, has room for one of {needed:.1f} GiB only: "
+                "keep_best and patience need room for two checkpoints, the best and the newest, but "
+                f"{self._run_dir.path}, or disk_budget_gb, has room for only one of {needed:.1f} GiB: "
                 "make room, or leave out keep_best and patience."
             )
 
     def measure(self) -> dict[str, float]:
-        "Scores as `evaluate_texts` gives them."
+        "Evaluate now. Returns scores as `evaluate_texts` does."
         self._tracker.status(activity="evaluating")
         found = [evaluate_texts(self._strategy, self._texts, self._cfg.batch_size, self._num_labels)]
-        dist.broadcast_object_list(found, src=0)  # all ranks shall judge by the same bits, or one would stop alone
+        dist.broadcast_object_list(found, src=0)  # all ranks must judge by the same bits, or one would stop alone
         self.newest = found[0]
         self._tracker.status(activity=None)
         return self.newest
 
     def judge(self, planned: bool) -> tuple[dict[str, float], bool]:
-        "Scores after a training step, and whether they are the best so far and ask for a checkpoint. `planned` is as in `Progress.judge`."
+        """Evaluate after a step. Returns the scores, and whether to save a checkpoint because they are the best so far.
+
+        `planned` has the meaning it has in `Progress.judge`.
+        """
         best = self._progress.judge(self.measure(), self._texts.digest, planned)
         if self.patience_is_over:
-            told = (
-                f"a lower loss than {self.best['loss']:.4f}, that of step {self.best['step']}"
-                if self.best
-                else "a loss that is a number"
-            )
-            self._tracker.remark(
-                f"stops at step {self._progress.step}: {self._cfg.patience} evaluation(s) in a row did not give {told}"
-            )
+            goal = "a finite loss"
+            if self.best:
+                goal = f"a lower loss than {self.best['loss']:.4f}, that of step {self.best['step']}"
+            count = f"{self._cfg.patience} evaluation(s) in a row"
+            self._tracker.remark(f"stops at step {self._progress.step}: {count} did not reach {goal}")
         return self.newest, best and self._cfg.chooses_best
 
     def take_best(self) -> dict[str, Any]:
-        "Put the weights of the best checkpoint in the place of the last ones, if it is another. Returns what status.json should say."
+        """Load the weights of the best checkpoint, unless it is the last one.
+
+        Returns changes for status.json. If the checkpoint can't be loaded, a remark says why and the last weights stay.
+        """
         best, before = self.best, self._run_dir.status().get("eval_before", {})
         if not self._cfg.chooses_best or not best:
             return {}
         if before and not best["loss"] < before["loss"]:
             self._tracker.remark(
-                f"no evaluation gave a lower loss than {before['loss']:.4f}, that before the first step; the best is {best['loss']:.4f}"
+                f"no evaluation reached a lower loss than {before['loss']:.4f}, the loss before the first step; "
+                f"the best is {best['loss']:.4f}"
             )
         if best["step"] == self._progress.step:
             return {}
         world, name = self._strategy.world, best.get("checkpoint")
-        place = world.from_main(
-            next((c for c in kept_checkpoints(self._run_dir) if c.name == name), None) if world.is_main else None
-        )
+        place = None
+        if world.is_main:
+            place = next((c for c in kept_checkpoints(self._run_dir) if c.name == name), None)
+        place = world.from_main(place)
         try:
             if not place:
-                raise CheckpointError("it is not there any more" if name else "it could not be written")
+                raise CheckpointError("it no longer exists" if name else "it could not be written")
             here = self._disks.fetch(place)
             try:
                 load_checkpoint(here, self._strategy, "weights", shared=self._disks.shared)
@@ -154,7 +160,7 @@ class Evaluations:
                 self._disks.let_go(here)
         except CheckpointError as error:
             self._tracker.remark(
-                f"the best checkpoint, of step {best['step']}, cannot be exported, so the last one is: {error}"
+                f"exports the last weights, because the best checkpoint (step {best['step']}) is not usable: {error}"
             )
             return {}
         self.newest = {score: value for score, value in best.items() if score not in ("step", "checkpoint")}
