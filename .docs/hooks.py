@@ -1,0 +1,192 @@
+"""Hooks of the documentation site: pages come from the README, the notebooks and the docstrings; nothing is executed."""
+
+import ast
+import json
+import posixpath
+import re
+from base64 import b64decode
+from html import escape
+from pathlib import Path
+
+import griffe
+from latex2mathml.converter import convert as to_mathml
+from mkdocs.structure.files import File
+
+REPO = Path(__file__).parent.parent
+FOLDERS = (
+    "run data models distributed checkpoints hub tracking display training memory launcher generation evaluation deploy"
+).split()
+RECIPES = ["train", "slices", "evaluate", "generate"]
+PROJECT = ["bench/README.md", "kaggle/README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+CODE = re.compile(r"((`{3,}).*?\2|`[^`\n]*`)", re.S)
+OUTPUTS = {}  # page -> HTML of its cells' outputs
+
+
+class Notebook(File):
+    """A notebook that is a page of the site, under its own path, so that links to it need no change."""
+
+    def is_documentation_page(self):
+        return True
+
+
+class Settings(griffe.Extension):
+    """Shows a setting of RunConfig, which is written `_field(default, group, help, ...)`, with its default and help."""
+
+    def on_attribute_instance(self, *, attr, **kwargs):
+        if str(attr.value).startswith("_field("):
+            default, _, text = ast.parse(str(attr.value), mode="eval").body.args
+            attr.value = ast.unparse(default)
+            parts = getattr(text, "values", [text])  # of an f-string, or the one of a string
+            text = "".join(str(getattr(part.value, "id", part.value)) for part in parts)
+            text = re.sub(r"\b_[A-Z_]+\b", lambda match: str(attr.module[match[0]].value), text)
+            attr.docstring = griffe.Docstring(f"{text}.", parent=attr)
+
+
+def notebooks():
+    """Return the notebooks as {section of the navigation: paths}, in reading order, for flat and nested folders."""
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+
+    def place_in_readme(path):
+        place = readme.find(path)
+        return place < 0, place, path
+
+    found = sorted(str(p.relative_to(REPO).as_posix()) for p in [*REPO.glob("nbs/*.ipynb"), *REPO.glob("nbs/*/*.ipynb")])
+    guides = [p for p in found if p.startswith(("nbs/guides/", "nbs/guide_"))]
+    sections = {
+        "Guides": sorted(guides, key=place_in_readme),
+        "Recipes": [p for name in RECIPES if (p := f"nbs/{name}.ipynb") in found],
+    }
+    numbered = [p for p in found if re.match(r"\d", posixpath.basename(p)) and p not in guides]
+    folders = {p.split("/")[1] for p in numbered if p.count("/") == 2}
+    reference = [
+        {folder: [p for p in numbered if p.startswith(f"nbs/{folder}/")]}
+        for folder in [*(f for f in FOLDERS if f in folders), *sorted(folders - set(FOLDERS))]
+    ]
+    sections["Reference"] = [*reference, *(p for p in found if p.count("/") == 1 and p not in sum(sections.values(), []))]
+    return sections
+
+
+def paths(entries):
+    """Yield the paths in a section of the navigation."""
+    for entry in entries:
+        yield from [entry] if isinstance(entry, str) else paths(sum(entry.values(), []))
+
+
+def api_pages():
+    """Return the API's pages as {path: Markdown}: one for each module with public names, after an overview."""
+    package = griffe.load("multigpu_ft", search_paths=[REPO], resolve_aliases=False)
+    homes = {}
+    for name, home in ast.literal_eval(str(package["_HOMES"].value)).items():
+        homes.setdefault(home, []).append(name)
+    pages = {"api/index.md": "# API\n\nAll of these are imported from `multigpu_ft`.\n\n| name | summary |\n|---|---|\n"}
+    for home, names in homes.items():
+        level = 2 if len(names) > 1 else 1
+        page = f"---\ntitle: {', '.join(names)}\n---\n" + f"# {', '.join(names)}\n" * (level - 1)
+        for name in names:
+            docstring = package[f"{home}.{name}"].docstring
+            summary = " ".join(docstring.value.split("\n\n")[0].split()) if docstring else ""
+            pages["api/index.md"] += f"| [`{name}`]({home}.md#multigpu_ft.{home}.{name}) | {summary} |\n"
+            page += f"\n::: multigpu_ft.{home}.{name}\n    options:\n      heading_level: {level}\n"
+        pages[f"api/{home}.md"] = page
+    return pages
+
+
+def on_config(config):
+    config.nav = [
+        {"Home": "README.md"},
+        *({title: entries} for title, entries in notebooks().items()),
+        {"API": list(api_pages())},
+        {"Project": PROJECT},
+    ]
+    return config
+
+
+def on_files(files, config):
+    where = str(REPO), config.site_dir, config.use_directory_urls
+    for path in ["README.md", *PROJECT, *(p.relative_to(REPO).as_posix() for p in REPO.glob("bench/results/*.png"))]:
+        files.append(File(path, *where))
+    for path in paths(sum(notebooks().values(), [])):
+        files.append(Notebook(path, *where))
+    for path, text in api_pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def show(output):
+    """Return the HTML of one output of a cell."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        image = "".join(data["image/png"].split()) if isinstance(data["image/png"], str) else "".join(data["image/png"])
+        width = int.from_bytes(b64decode(image[:44])[16:20], "big")
+        return f'<img alt="Picture that the cell above draws" width="{width}" src="data:image/png;base64,{image}">'
+    if "text/html" in data:
+        return "".join(data["text/html"])
+    if "application/vnd.jupyter.widget-view+json" in data:
+        return ""
+    text = "".join(output.get("text") or data.get("text/plain") or output.get("traceback") or [])
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+    text = re.sub(r"[^\n]*\r(?!\n)", "", text).strip("\n")
+    return f"<pre>{escape(text)}</pre>" if text else ""
+
+
+def on_page_read_source(page, config):
+    if not isinstance(page.file, Notebook):
+        return None
+    parts, outputs = [], OUTPUTS.setdefault(page.file.src_uri, [])
+    outputs.clear()
+    for cell in json.loads(page.file.content_string)["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(outside_code(to_math, source))
+        if cell["cell_type"] != "code" or re.search(r"^#\| *(hide|default_exp)", source, re.M):
+            continue
+        if code := re.sub(r"^#\|.*\n?", "", source, flags=re.M).strip("\n"):
+            fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`{3,}", code))])
+            parts.append(f"{fence}python\n{code}\n{fence}")
+        for output in cell["outputs"]:
+            if "text/markdown" in output.get("data", {}):
+                parts.append("".join(output["data"]["text/markdown"]))
+            elif html := show(output):
+                parts.append(f'<div class="output" id="output-{len(outputs)}"></div>')
+                outputs.append(html)
+    path = page.file.src_uri
+    parts.append(f"[{path} on GitHub]({config.extra['source']}/blob/main/{path})")
+    return "\n\n".join(parts)
+
+
+def outside_code(change, text):
+    """Apply `change` to the parts of Markdown text that are not code."""
+    parts = CODE.split(text)  # text, code, its fence, text, ...
+    return "".join(change(part) if i % 3 == 0 else part for i, part in enumerate(parts) if i % 3 < 2 and part)
+
+
+def to_math(text):
+    """Turn TeX into MathML, which browsers show without a script."""
+    return re.sub(r"\$([^$\n]+)\$", lambda match: to_mathml(match[1]), text)
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Let links to files that are not on the site lead to GitHub, and write anchors as the site has them."""
+
+    def link(match):
+        target, _, anchor = match[1].partition("#")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), target))
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        if target and not files.get_file_from_path(path) and (REPO / path).exists():
+            kind = "tree" if (REPO / path).is_dir() else "blob"
+            return f"]({config.extra['source']}/{kind}/main/{path})"
+        if not path.startswith("api/"):
+            anchor = anchor.lower()
+        return f"]({target}{'#' * bool(anchor)}{anchor})"
+
+    return outside_code(lambda text: re.sub(r"\]\(([^)\s]+)\)", link, text), markdown)
+
+
+def on_page_content(html, page, **kwargs):
+    """Put the outputs of cells in their places; Markdown must not touch them."""
+
+    def output(match):
+        return f'<div class="output">{OUTPUTS[page.file.src_uri][int(match[1])]}</div>'
+
+    return re.sub(r'<div class="output" id="output-(\d+)"></div>', output, html)
