@@ -1,10 +1,10 @@
-# make demo   a fine-tuning run from a notebook, start to finish      make test   the gate      make test-slow   its long proofs
+# make demo   a fine-tuning run from a notebook, start to finish      make test   the gate      make test-slow   its long proofs      make docs   the documentation site
 PYTHON ?= python3
 BIN := .venv/bin
 # tests run recipes and guides, under papermill
 MODULES := --skip_file_re '^[_.]|^(train|slices|evaluate|generate)\.ipynb' --skip_folder_re '^[_.]|^guides'
 
-.PHONY: help install demo test test-slow faults bench dist audit clean
+.PHONY: help install demo test test-slow docs docs-serve faults bench dist audit clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -42,6 +42,19 @@ test: install .venv/skypilot/installed
 test-slow: install
 	$(BIN)/nbdev_test --n_workers 2 --flags slow $(MODULES)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
+
+# The site needs neither torch nor the package: it has an environment of its own and reads notebooks and docstrings as text.
+.venv/docs/installed: settings.ini constraints.txt
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/pip install --quiet --constraint constraints.txt $$(sed -n 's/^docs_requirements = //p' settings.ini)
+	@touch $@
+
+# strict: a broken link fails
+docs: .venv/docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict --quiet && echo 'site  _docs/index.html'
+
+docs-serve: .venv/docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs serve --dev-addr 127.0.0.1:8000
 
 faults: install
 	$(BIN)/python tests/faults.py --json bench/results/faults.json

@@ -37,6 +37,7 @@ setup(
             "sagemaker",
             "skypilot",
             "bench",
+            "docs",
         )
     },
     entry_points={"console_scripts": cfg["console_scripts"].split()},

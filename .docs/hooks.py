@@ -36,10 +36,9 @@ class Settings(griffe.Extension):
         if str(attr.value).startswith("_field("):
             default, _, text = ast.parse(str(attr.value), mode="eval").body.args
             attr.value = ast.unparse(default)
-            parts = getattr(text, "values", [text])  # of an f-string, or the one of a string
-            text = "".join(str(getattr(part.value, "id", part.value)) for part in parts)
-            text = re.sub(r"\b_[A-Z_]+\b", lambda match: str(attr.module[match[0]].value), text)
-            attr.docstring = griffe.Docstring(f"{text}.", parent=attr)
+            parts = getattr(text, "values", [text])  # an f-string has several
+            text = "".join(part.value if isinstance(part, ast.Constant) else "..." for part in parts)
+            attr.docstring = griffe.Docstring(text, parent=attr)
 
 
 def notebooks():
@@ -167,6 +166,8 @@ def to_math(text):
 
 def on_page_markdown(markdown, page, config, files):
     """Let links to files that are not on the site lead to GitHub, and write anchors as the site has them."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
 
     def link(match):
         target, _, anchor = match[1].partition("#")
