@@ -91,10 +91,11 @@ def api_pages():
 
 
 def on_config(config):
+    overview, *modules = api_pages()
     config.nav = [
         {"Home": "README.md"},
         *({title: entries} for title, entries in notebooks().items()),
-        {"API": list(api_pages())},
+        {"API": [{"Overview": overview}, *modules]},
         {"Project": PROJECT},
     ]
     return config
