@@ -82,4 +82,4 @@ audit: install
 	$(BIN)/pip-audit --skip-editable
 
 clean:
-	rm -rf .venv runs build dist *.egg-info
+	rm -rf .venv runs build dist _docs *.egg-info

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: pages come from the README, the notebooks and the docstrings; nothing is executed."""
+"""Builds the site's pages from the README, the notebooks and the docstrings, without running any of them."""
 
 import ast
 import json
@@ -23,14 +23,14 @@ OUTPUTS = {}  # page -> HTML of its cells' outputs
 
 
 class Notebook(File):
-    """A notebook that is a page of the site, under its own path, so that links to it need no change."""
+    """A notebook as a page of the site. It keeps its path, so links to it work unchanged."""
 
     def is_documentation_page(self):
         return True
 
 
 class Settings(griffe.Extension):
-    """Shows a setting of RunConfig, which is written `_field(default, group, help, ...)`, with its default and help."""
+    """Shows the default and the help of RunConfig's settings, which are written `_field(default, group, help, ...)`."""
 
     def on_attribute_instance(self, *, attr, **kwargs):
         if str(attr.value).startswith("_field("):
@@ -42,14 +42,17 @@ class Settings(griffe.Extension):
 
 
 def notebooks():
-    """Return the notebooks as {section of the navigation: paths}, in reading order, for flat and nested folders."""
+    """Return {section of the navigation: paths of its notebooks} in reading order. Guides follow the README's order."""
     readme = (REPO / "README.md").read_text(encoding="utf-8")
 
     def place_in_readme(path):
         place = readme.find(path)
         return place < 0, place, path
 
-    found = sorted(str(p.relative_to(REPO).as_posix()) for p in [*REPO.glob("nbs/*.ipynb"), *REPO.glob("nbs/*/*.ipynb")])
+    found = sorted(
+        p.relative_to(REPO).as_posix() for folder in ("nbs", "nbs/[!.]*") for p in REPO.glob(f"{folder}/*.ipynb")
+    )
+    found = [p for p in found if not p.startswith("nbs/runs/")]
     guides = [p for p in found if p.startswith(("nbs/guides/", "nbs/guide_"))]
     sections = {
         "Guides": sorted(guides, key=place_in_readme),
@@ -61,7 +64,10 @@ def notebooks():
         {folder: [p for p in numbered if p.startswith(f"nbs/{folder}/")]}
         for folder in [*(f for f in FOLDERS if f in folders), *sorted(folders - set(FOLDERS))]
     ]
-    sections["Reference"] = [*reference, *(p for p in found if p.count("/") == 1 and p not in sum(sections.values(), []))]
+    sections["Reference"] = [
+        *reference,
+        *(p for p in found if p.count("/") == 1 and p not in sum(sections.values(), [])),
+    ]
     return sections
 
 
@@ -72,12 +78,14 @@ def paths(entries):
 
 
 def api_pages():
-    """Return the API's pages as {path: Markdown}: one for each module with public names, after an overview."""
+    """Return {path: Markdown} of the API: an overview, then a page for each module with public names."""
     package = griffe.load("multigpu_ft", search_paths=[REPO], resolve_aliases=False)
     homes = {}
     for name, home in ast.literal_eval(str(package["_HOMES"].value)).items():
         homes.setdefault(home, []).append(name)
-    pages = {"api/index.md": "# API\n\nAll of these are imported from `multigpu_ft`.\n\n| name | summary |\n|---|---|\n"}
+    pages = {
+        "api/index.md": "# API\n\nAll of these are imported from `multigpu_ft`.\n\n| name | summary |\n|---|---|\n"
+    }
     for home, names in homes.items():
         level = 2 if len(names) > 1 else 1
         page = f"---\ntitle: {', '.join(names)}\n---\n" + f"# {', '.join(names)}\n" * (level - 1)
@@ -91,6 +99,7 @@ def api_pages():
 
 
 def on_config(config):
+    """Compute the navigation."""
     overview, *modules = api_pages()
     config.nav = [
         {"Home": "README.md"},
@@ -102,6 +111,7 @@ def on_config(config):
 
 
 def on_files(files, config):
+    """Add the pages and the pictures, each under its path in the repository."""
     where = str(REPO), config.site_dir, config.use_directory_urls
     for path in ["README.md", *PROJECT, *(p.relative_to(REPO).as_posix() for p in REPO.glob("bench/results/*.png"))]:
         files.append(File(path, *where))
@@ -130,6 +140,7 @@ def show(output):
 
 
 def on_page_read_source(page, config):
+    """Return a notebook as Markdown, with a placeholder for each output."""
     if not isinstance(page.file, Notebook):
         return None
     parts, outputs = [], OUTPUTS.setdefault(page.file.src_uri, [])
@@ -166,7 +177,7 @@ def to_math(text):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Let links to files that are not on the site lead to GitHub, and write anchors as the site has them."""
+    """Point links to files outside the site at GitHub, and write anchors in lower case, as the site does."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
 
@@ -186,7 +197,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, **kwargs):
-    """Put the outputs of cells in their places; Markdown must not touch them."""
+    """Replace the placeholders with the outputs, after Markdown, which would change their HTML."""
 
     def output(match):
         return f'<div class="output">{OUTPUTS[page.file.src_uri][int(match[1])]}</div>'
