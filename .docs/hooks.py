@@ -79,7 +79,7 @@ def paths(entries):
 
 def api_pages():
     """Return {path: Markdown} of the API: an overview, then a page for each module with public names."""
-    package = griffe.load("multigpu_ft", search_paths=[REPO], resolve_aliases=False)
+    package = griffe.load("multigpu_ft", search_paths=[REPO], allow_inspection=False)
     homes = {}
     for name, home in ast.literal_eval(str(package["_HOMES"].value)).items():
         homes.setdefault(home, []).append(name)
@@ -188,7 +188,7 @@ def on_page_markdown(markdown, page, config, files):
             return match[0]
         if target and not files.get_file_from_path(path) and (REPO / path).exists():
             kind = "tree" if (REPO / path).is_dir() else "blob"
-            return f"]({config.extra['source']}/{kind}/main/{path})"
+            return f"]({config.extra['source']}/{kind}/main/{path}{'#' * bool(anchor)}{anchor})"
         if not path.startswith("api/"):
             anchor = anchor.lower()
         return f"]({target}{'#' * bool(anchor)}{anchor})"
