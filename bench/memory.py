@@ -340,12 +340,13 @@ class OnOneGPU:
 
 def measure_on_gpu(cfg: RunConfig) -> dict[str, float]:
     "Peaks of two real steps on a GPU, rank 0 of 2, in bytes. What is gathered from the other rank is whatever was in memory."
-    from multigpu_ft.memory.simulation import _join, _World
+    from multigpu_ft.memory.fake_strategies import SimulatedWorld
+    from multigpu_ft.memory.simulation import _join
 
     _join(2)
     device = torch.device("cuda", 0)
     free_before = torch.cuda.mem_get_info(device)[0]
-    world = _World(0, 0, 2, device)
+    world = SimulatedWorld(0, 0, 2, device)
     labels = ["0", "1"] if cfg.task == "classification" else None
     quantization, _ = choose_quantization(cfg, 2, device)
     dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, device)

@@ -443,7 +443,7 @@ def test_no_service_is_asked_to_convert_a_model_with_bin_files(hub, material):
     before = len(hub.requests)
     code = (
         "import sys, torch\nfrom safetensors.torch import load_file\n"
-        "from multigpu_ft import RunConfig\nfrom multigpu_ft.models import load_model, load_tokenizer\n"
+        "from multigpu_ft import RunConfig\nfrom multigpu_ft.models.loading import load_model, load_tokenizer\n"
         "cfg = RunConfig(model='jane/old', tuning='full', max_length=32)\n"
         "model, was = load_model(cfg, load_tokenizer(cfg)), load_file(sys.argv[1])\n"
         "assert all(torch.equal(p, was[name].float()) for name, p in model.named_parameters() if name in was)"
