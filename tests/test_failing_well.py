@@ -42,7 +42,7 @@ def test_one_rank_raises(kernel, run_root, failing_rank):
     assert time.time() - raised < 10
     error = caught.value
     assert error.name == "RunFailed" and "rank 1 raised ZeroDivisionError: planted in rank 1" in error.value
-    assert "Traceback of rank 1" in error.value and "training.py" in error.value
+    assert "Traceback of rank 1" in error.value and "trainer.py" in error.value
     until(lambda: not processes(run_root), 2, "all processes gone")
 
 

@@ -96,7 +96,7 @@ def test_a_guide_is_short_and_has_its_pictures(guide):
     assert len(cells) < 15 and len(GUIDES) >= 8
     shown = [data for cell in cells for output in cell.get("outputs", []) for data in [output.get("data", {})]]
     kept = (
-        REPO / "bench" / "results" / f"{guide}.ipynb"
+        REPO / "bench" / "results" / f"guide_{guide}.ipynb"
     )  # where running it takes too long to be done again for every change
     if kept.exists():
         shown += [output.get("data", {}) for cell in read(kept) for output in cell.get("outputs", [])]

@@ -85,11 +85,11 @@ def test_elsewhere():
 
 
 def test_secrets_of_kaggle(monkeypatch, kaggle):
-    secrets = {"HF_TOKEN": "hf_x\n"}
+    stored = {"HF_TOKEN": "hf_x\n"}
     fake_module(
         monkeypatch,
         "kaggle_secrets",
-        UserSecretsClient=lambda: types.SimpleNamespace(get_secret=lambda name: secrets[name]),
+        UserSecretsClient=lambda: types.SimpleNamespace(get_secret=lambda name: stored[name]),
     )
     monkeypatch.setenv("WANDB_API_KEY", "mine")
     assert secrets.secret("HF_TOKEN") == "hf_x" and secrets.secret("OTHER") is None
@@ -98,7 +98,7 @@ def test_secrets_of_kaggle(monkeypatch, kaggle):
         and os.environ["HF_TOKEN"] == "hf_x"
         and os.environ["WANDB_API_KEY"] == "mine"
     )
-    secrets["HF_TOKEN"] = "hf_y"
+    stored["HF_TOKEN"] = "hf_y"
     assert secrets.use_secrets() == [] and os.environ["HF_TOKEN"] == "hf_x", "what is there stays"
     monkeypatch.delenv("HF_TOKEN")
     assert secrets.use_secrets() == ["HF_TOKEN"], "asked again by the same process"

@@ -52,7 +52,7 @@ def test_wheel_and_sdist_have_all_modules_and_nothing_else(wheels):
         wheel.name == f"multigpu_ft-{__version__}-py3-none-any.whl"
         and sdist.name == f"multigpu_ft-{__version__}.tar.gz"
     )
-    modules = {f"multigpu_ft/{path.name}": path.read_bytes() for path in (REPO / "multigpu_ft").glob("*.py")}
+    modules = {str(path.relative_to(REPO)): path.read_bytes() for path in (REPO / "multigpu_ft").rglob("*.py")}
     found = content(wheel)
     assert {
         name: data for name, data in found.items() if name.startswith("multigpu_ft/")

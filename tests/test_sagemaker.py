@@ -144,7 +144,7 @@ def test_the_job_is_what_was_shown_and_nothing_is_sent_before(aws, sent):
     assert code.startswith("ft/") and {
         f"{code}/sagemaker_run.py",
         f"{code}/requirements.txt",
-        f"{code}/multigpu_ft/training.py",
+        f"{code}/multigpu_ft/training/trainer.py",
     } <= set(keys(aws))
     drivers = channels["sm_drivers"].removeprefix("s3://bucket/")
     started, source = (

@@ -150,7 +150,7 @@ def test_what_is_packed_can_be_installed_and_starts(tmp_path):
 
 
 def test_submitting_hands_over_the_names_of_secrets(tmp_path, monkeypatch):
-    there = "ls code/multigpu_ft/training.py config.json; printenv SKYPILOT_DISABLE_USAGE_COLLECTION"
+    there = "ls code/multigpu_ft/training/trainer.py config.json; printenv SKYPILOT_DISABLE_USAGE_COLLECTION"
     fake(tmp_path / "sky", f'set -e; printf "%s\\n" "$@" > {tmp_path}/said; cat task.yaml >> {tmp_path}/said; {there}')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))

@@ -6,7 +6,6 @@
 __all__ = ['find_subject', 'Generation', 'main']
 
 # %% ../../nbs/generation/09_generator.ipynb #d9f221e4
-import logging
 import os
 import pickle
 import socket
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, GenerationConfig
+from transformers.utils import logging
 
 from ..checkpoints.manifest import content_sample
 from ..data.tokenization import closing_token

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
