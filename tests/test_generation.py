@@ -227,8 +227,9 @@ def test_kills_lose_and_repeat_nothing(models, tmp_path):
 
 
 def test_stopped_and_gone_on_with(models, tmp_path):
+    "The speed is logged after 2 s; there must be work left then, also on an idle machine."
     output = tmp_path / "a.jsonl"
-    running = start(models, output, num_questions=40, num_sequences_per_question=100)
+    running = start(models, output, num_questions=40, num_sequences_per_question=300)
     until(RunDir(tmp_path / "a.jsonl.run").metrics, 120, "a line about the speed")
     running.send_signal(signal.SIGTERM)
     said = running.communicate()[0]
@@ -236,9 +237,9 @@ def test_stopped_and_gone_on_with(models, tmp_path):
     assert RunDir(tmp_path / "a.jsonl.run").status()["state"] == "stopped" and not processes(tmp_path)
     before = len(lines(output))
     answers = generate(
-        **asked(models, num_questions=40, num_sequences_per_question=100), output=output, nproc=1, batch_size=64
+        **asked(models, num_questions=40, num_sequences_per_question=300), output=output, nproc=1, batch_size=64
     )
-    assert answers.state == "done" and len(answers) == 4000 and answers.about["made"] == 4000 - before
+    assert answers.state == "done" and len(answers) == 12000 and answers.about["made"] == 12000 - before
 
 
 @pytest.mark.slow
