@@ -9,7 +9,7 @@ __all__ = ['builtin_corpus', 'cache_dir', 'is_file_name', 'local_file', 'count_r
 # %% ../../nbs/data/01_sources.ipynb #c1aba71b
 import ast
 import csv
-import importlib.util
+import importlib
 import inspect
 import json
 import os
