@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from multigpu_ft.data.batches import Order, epoch_steps
+from multigpu_ft.data.batches import SampleOrder, epoch_steps
 from multigpu_ft.data.examples import load_texts
 from multigpu_ft.data.tokenization import tokenize_texts
 from multigpu_ft.distributed.world import join_world
@@ -15,7 +15,7 @@ from multigpu_ft.models.loading import load_model, load_tokenizer
 from multigpu_ft.models.loss import LossModel
 from multigpu_ft.run.config import RunConfig
 from multigpu_ft.run.run_dir import RunDir
-from multigpu_ft.tracking.metrics import Interval, Stopwatch, Tracker
+from multigpu_ft.tracking.metrics import Interval, RunLog, Stopwatch
 from multigpu_ft.training.setup import make_strategy
 from multigpu_ft.training.step import make_optimizer, train_step
 
@@ -34,8 +34,8 @@ class Ours:
         )
         self.world, tokenizer = join_world(cfg), load_tokenizer(cfg)
         self._texts = tokenize_texts(load_texts(cfg).texts, tokenizer, cfg.max_length)
-        self._order = Order.of(cfg, "bucketed", len(self._texts), self.world.size)
-        self._tracker, self._watch = Tracker(RunDir.create(cfg), self.world.is_main), Stopwatch(self.world.device)
+        self._order = SampleOrder.of(cfg, "bucketed", len(self._texts), self.world.size)
+        self._tracker, self._watch = RunLog(RunDir.create(cfg), self.world.is_main), Stopwatch(self.world.device)
         self.base = load_model(cfg, tokenizer)
         self.strategy, _ = make_strategy(cfg, self.world, 0)
         self.strategy.prepare(LossModel(copy.deepcopy(self.base)), lambda prepared: make_optimizer(cfg, prepared))

@@ -20,7 +20,7 @@ import ipywidgets as w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from .display.panel import Place, has_viewer
+from .display.panel import CellOutput, has_viewer
 from .launcher.api import launch
 from .launcher.commands import recipe
 from .launcher.run import Run
@@ -256,7 +256,7 @@ class _Heard(io.StringIO):
         return super().write(text) if threading.get_ident() == self._thread else self._passed.write(text)
 
 
-def _launch(cfg: RunConfig, place: Place | None) -> tuple[Run, str]:
+def _launch(cfg: RunConfig, place: CellOutput | None) -> tuple[Run, str]:
     "The run, and what `launch` said."
     with redirect_stdout(_Heard(sys.stdout)) as heard, redirect_stderr(heard):
         run = launch(cfg, wait=False, panel=place)
@@ -297,7 +297,7 @@ class Form:
         self._config, self._errors = cfg or RunConfig(), {}
         self._preset = min(["", *PRESETS], key=lambda preset: len(_changes(self._config, preset)))
         self._fields: list[_Field] = []
-        self._place: Place | None = None
+        self._place: CellOutput | None = None
         self._lock = threading.RLock()  # keystrokes come in one thread, the end of a run in another
         self._setting, self._busy, self._remark = False, "", ""
         self._timer = threading.Timer(0, lambda: None)
@@ -339,7 +339,7 @@ class Form:
             return
         self._build()
         display({**self._root._repr_mimebundle_(), "text/plain": repr(self)}, raw=True)
-        self._place = Place()
+        self._place = CellOutput()
 
     def _build(self) -> None:
         "Make the widgets, once, and only where somebody looks: papermill would save them all in its notebook."

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from multigpu_ft import RunConfig
-from multigpu_ft.data.batches import Epoch, Order, collate, epoch_steps
+from multigpu_ft.data.batches import Epoch, SampleOrder, collate, epoch_steps
 from multigpu_ft.data.tokenization import tokenize_texts
 from multigpu_ft.distributed.world import World, join_world
 from multigpu_ft.models.loss import LossModel
@@ -103,7 +103,7 @@ def steps(texts, cfg, packing, world):
     epoch = 1
     while True:
         yield from epoch_steps(
-            texts, Order.of(cfg, packing, len(texts), world.size), cfg, epoch, 0, world.rank, world.size
+            texts, SampleOrder.of(cfg, packing, len(texts), world.size), cfg, epoch, 0, world.rank, world.size
         )
         epoch += 1
 
@@ -179,7 +179,7 @@ def alone_and_together(model, texts):
     alone = {i: run([[texts[i]]], "padded") for i in range(len(texts))}
     worst = {}
     for packing in ("packed", "bucketed", "padded"):
-        order = Order.of(config("single"), packing, len(texts), 1)
+        order = SampleOrder.of(config("single"), packing, len(texts), 1)
         rows, worst[packing] = Epoch(texts, order, 1).rows, 0.0
         for first in range(0, len(rows), 4):
             together = run([[texts[i] for i in row] for row in rows[first : first + 4]], packing)

@@ -1109,7 +1109,7 @@ READERS = {
     "line": lambda run, cfg: runs_of("l-1", Path("runs")),
     "found": lambda run, cfg: find_checkpoints(cfg),
     "uploads": lambda run, cfg: read_record(run),
-    "assignment": lambda run, cfg: completions.Assignment.read(run),
+    "assignment": lambda run, cfg: completions.GenerationJob.read(run),
     "error": lambda run, cfg: read_error(run.error_file(0)),
     "beat": lambda run, cfg: read_beat(run.beat_file(0)),
     "subject": lambda run, cfg: newest_subject(run),
@@ -1352,7 +1352,7 @@ def supervisor(rng, folder):
             heard.append(inbox.get(timeout=3)[1])
         peer.close()
     assert not died and all(isinstance(m, dict) for m in heard)
-    host = supervisor_module.Host.__new__(supervisor_module.Host)
+    host = supervisor_module.Leader.__new__(supervisor_module.Leader)
     host._run_dir, host._cfg, host._rdzv, host._inbox, host._joined, host._who = (
         run_dir,
         cfg,

@@ -85,7 +85,7 @@ def by_hand(model, tokenizer, cfg, rows, label_names=None):
                 continue
             if cfg.task == "chat":
                 text = tokenize_chats([row["messages"]], tokenizer, cfg.max_length)[0]
-                ids, learnt = torch.from_numpy(text.ids.astype(np.int64)), torch.from_numpy(text.learnt)
+                ids, learnt = torch.from_numpy(text.ids.astype(np.int64)), torch.from_numpy(text.loss_mask)
             else:
                 ids = tokenizer(row["text"])["input_ids"]
                 ids = torch.tensor([*ids, tokenizer.eos_token_id][: cfg.max_length])

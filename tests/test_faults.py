@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from multigpu_ft import RunConfig
 from multigpu_ft.checkpoints.manifest import verify_checkpoint
 from multigpu_ft.checkpoints.progress import Progress, next_progress
-from multigpu_ft.data.batches import Order, epoch_steps
+from multigpu_ft.data.batches import SampleOrder, epoch_steps
 from multigpu_ft.data.tokenization import tokenize_texts
 
 
@@ -108,13 +108,13 @@ def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
                 packing=packing,
                 num_epochs=2,
             )
-            order = Order.of(cfg, packing, len(part), world_size, part.digest)
+            order = SampleOrder.of(cfg, packing, len(part), world_size, part.digest)
             now = (
                 next_progress(Progress(**json.loads(json.dumps(asdict(saved)))), cfg, end, order)
                 if saved
                 else Progress(start, end, 1, order=asdict(order))
             )
-            order, steps_left = Order(**now.order), data.draw(st.integers(1, 8))
+            order, steps_left = SampleOrder(**now.order), data.draw(st.integers(1, 8))
             ranks = [
                 epoch_steps(part, order, cfg, now.epoch, now.position, rank, world_size) for rank in range(world_size)
             ]

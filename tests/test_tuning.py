@@ -170,10 +170,10 @@ def test_only_what_the_assistant_says_is_learnt_token_by_token(name, chat_tokeni
         said = by_hand(text, opening, closing)
         expected = [bool(said[start:end].any()) for start, end in made["offset_mapping"]]
         assert texts[number].ids.tolist() == made["input_ids"]
-        wrong += int((texts[number].learnt != np.array(expected)).sum())
+        wrong += int((texts[number].loss_mask != np.array(expected)).sum())
         answers = [m["content"].strip() for m in messages if m["role"] == "assistant"]
-        learnt = chat_tokenizer.decode(texts[number].ids[texts[number].learnt])
-        assert learnt.count(closing) == len(answers) and all(answer in learnt for answer in answers)
+        loss_mask = chat_tokenizer.decode(texts[number].ids[texts[number].loss_mask])
+        assert loss_mask.count(closing) == len(answers) and all(answer in loss_mask for answer in answers)
     assert wrong == 0 and texts.targets.sum() > 20_000
 
 

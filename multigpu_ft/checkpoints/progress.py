@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..data.batches import Order
+from ..data.batches import SampleOrder
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError
 from ..run.run_dir import short_name
@@ -29,7 +29,7 @@ class Progress:
     samples_seen: int = 0  # texts since the base model
     num_rows: int = 0  # rows of that epoch
     optimizer_step: int = 0  # optimizer steps since the optimizer was new
-    order: dict[str, Any] = field(default_factory=dict)  # what those rows follow from: a `batches.Order`
+    order: dict[str, Any] = field(default_factory=dict)  # what those rows follow from: a `batches.SampleOrder`
     earlier: list[dict[str, Any]] = field(default_factory=list)  # the slice ledger up to this slice
     best: dict[str, Any] = field(
         default_factory=dict
@@ -69,7 +69,7 @@ class Progress:
         return (self.start_idx, self.end_idx) == (cfg.start_idx, end_idx)
 
 
-def next_progress(saved: Progress, cfg: RunConfig, end_idx: int, order: Order) -> Progress:
+def next_progress(saved: Progress, cfg: RunConfig, end_idx: int, order: SampleOrder) -> Progress:
     """Where to go on after `saved`: inside the same slice if it is the one of `cfg`, else at the start of `cfg`'s slice, counters kept.
 
     On the same slice the global batch stays that of the checkpoint, whatever `order` says. Raises `CheckpointError` if that is inside an epoch

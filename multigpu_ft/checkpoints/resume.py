@@ -20,10 +20,10 @@ from safetensors import safe_open
 from .discovery import damaged, find_checkpoints, is_foreign
 from .manifest import PROGRESS_FILE, at_home, difference, read_progress, verify_checkpoint
 from .progress import Progress
-from .storage import Disks
+from .storage import Storage
 from .writer import set_random_state, stored_row
 from ..distributed.strategies import Single
-from ..distributed.world import Part, World
+from ..distributed.world import TensorShard, World
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError, DataError
 from ..run.run_dir import RunDir, read_commit
@@ -54,7 +54,7 @@ class _Pieces:
         ((_, file),) = self._where[name]
         return file.get_tensor(name)
 
-    def fill(self, target: Part, name: str) -> None:
+    def fill(self, target: TensorShard, name: str) -> None:
         """Copy into `target` the elements of tensor `name` that it covers.
 
         Raises `CheckpointError` if the tensor is missing or has another shape.
@@ -137,7 +137,7 @@ def load_checkpoint(
 
 # %% ../../nbs/checkpoints/07_resume.ipynb #827de5e7
 def choose_checkpoint(
-    cfg: RunConfig, run_dir: RunDir, world: World, stored: dict[str, Any], disks: Disks | None = None
+    cfg: RunConfig, run_dir: RunDir, world: World, stored: dict[str, Any], disks: Storage | None = None
 ) -> tuple[Path | None, bool, list[str]]:
     """Return the checkpoint that `run_dir` resumes from, whether it is the run's own, and remarks for the user.
 
@@ -146,7 +146,7 @@ def choose_checkpoint(
 
     Raises `CheckpointError` if all checkpoints are damaged, or if the one to use belongs to another tokenizer.
     """
-    disks = disks or Disks(run_dir, world)
+    disks = disks or Storage(run_dir, world)
     broken = []
     candidates = None
     if world.is_main:

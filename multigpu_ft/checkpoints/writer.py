@@ -28,9 +28,9 @@ from safetensors.torch import save_file
 from .discovery import kept_checkpoints, retire, size
 from .manifest import PROGRESS_FILE, commit, digest, flush
 from .progress import Progress
-from .storage import Disks
+from .storage import Storage
 from ..distributed.strategies import Single
-from ..distributed.world import Part, World
+from ..distributed.world import TensorShard, World
 from ..models.quantization import count_weights, elements
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError
@@ -63,7 +63,7 @@ def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> No
         torch.cuda.set_rng_state(state["cuda"], device)
 
 # %% ../../nbs/checkpoints/06_writer.ipynb #4c260e45
-def _share(parts: dict[str, Part], rank: int, writers: int) -> dict[str, Part]:
+def _share(parts: dict[str, TensorShard], rank: int, writers: int) -> dict[str, TensorShard]:
     "Return the parts that `rank` writes if tensors that all ranks hold are divided among the first `writers` ranks."
     load = [0] * writers
     mine = {}
@@ -123,11 +123,11 @@ def _make_room(run_dir: RunDir, cfg: RunConfig, save: Save) -> None:
         raise OSError(0, "the disk is full")
 
 # %% ../../nbs/checkpoints/06_writer.ipynb #8db4fa48
-def _bytes(pieces: dict[str, Part]) -> int:
+def _bytes(pieces: dict[str, TensorShard]) -> int:
     return sum(piece.values.numel() * piece.values.element_size() for piece in pieces.values())
 
 
-def _state_to_save(strategy: Single, writers: int) -> tuple[dict[str, Part], dict[str, Any], bool]:
+def _state_to_save(strategy: Single, writers: int) -> tuple[dict[str, TensorShard], dict[str, Any], bool]:
     """Return the pieces that this rank writes, the optimizer's numbers, and whether parameters are not finite.
 
     Parameters are checked here only after a skipped step: then all that this rank holds, not only what it writes,
@@ -139,12 +139,13 @@ def _state_to_save(strategy: Single, writers: int) -> tuple[dict[str, Part], dic
     spoiled = skipped and not all(_is_finite(part.values) for name, part in parts.items() if name.startswith("model/"))
     pieces = _share(parts, world.rank, writers)
     pieces |= {
-        f"random/{world.rank}/{name}": Part(t, 0, list(t.shape)) for name, t in random_state(world.device).items()
+        f"random/{world.rank}/{name}": TensorShard(t, 0, list(t.shape))
+        for name, t in random_state(world.device).items()
     }
     return pieces, numbers, spoiled
 
 
-def _write_pieces(path: Path, pieces: dict[str, Part]) -> tuple[str, dict[str, Any]]:
+def _write_pieces(path: Path, pieces: dict[str, TensorShard]) -> tuple[str, dict[str, Any]]:
     "Write `pieces` to the safetensors file `path` and flush it to disk. Returns its name and its size and digest."
     # Whole rows keep their shape and are located by row number; anything else is flat, located by element number.
     as_rows = {name: part.values.ndim == len(part.shape) for name, part in pieces.items()}
@@ -166,13 +167,13 @@ class _Buffers:
         self._world = world
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def have_room(self, pieces: dict[str, Part]) -> bool:
+    def have_room(self, pieces: dict[str, TensorShard]) -> bool:
         "Return whether the host memory of every rank can hold a copy of its `pieces`. A collective."
         limit = psutil.virtual_memory().available / 2 / self._world.local_size
         lacks_room = _bytes(pieces) > limit and not self._tensors
         return self._world.max(float(lacks_room)) == 0
 
-    def copy(self, pieces: dict[str, Part]) -> dict[str, Part]:
+    def copy(self, pieces: dict[str, TensorShard]) -> dict[str, TensorShard]:
         "Return copies of `pieces`. They last until the next copy."
         cuda = self._world.device.type == "cuda"
         for name, piece in pieces.items():
@@ -188,14 +189,14 @@ class CheckpointWriter:
     "Writes the checkpoints of `run_dir`, one at a time. Every method except `finished` is a collective."
 
     def __init__(
-        self, run_dir: RunDir, cfg: RunConfig, strategy: Single, stored: dict[str, Any], disks: Disks | None = None
+        self, run_dir: RunDir, cfg: RunConfig, strategy: Single, stored: dict[str, Any], disks: Storage | None = None
     ) -> None:
         self._run_dir = run_dir
         self._cfg = cfg
         self._strategy = strategy
         self._world = strategy.world
         self._fingerprint = stored
-        self._disks = disks or Disks(run_dir, strategy.world)
+        self._disks = disks or Storage(run_dir, strategy.world)
         # The threads wait for the slowest disk.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
         self._buffers = _Buffers(strategy.world)
@@ -254,7 +255,13 @@ class CheckpointWriter:
         return self.finished()
 
     def _write(
-        self, save: Save, partial: Path, pieces: dict[str, Part], recorded: dict[str, Any], begun: float, spoiled: bool
+        self,
+        save: Save,
+        partial: Path,
+        pieces: dict[str, TensorShard],
+        recorded: dict[str, Any],
+        begun: float,
+        spoiled: bool,
     ) -> None:
         "Write this rank's file, then commit; runs in the thread. All ranks reach the same outcome."
 
@@ -303,7 +310,7 @@ class CheckpointWriter:
             )
 
     def _write_share(
-        self, save: Save, partial: Path, pieces: dict[str, Part], spoiled: bool
+        self, save: Save, partial: Path, pieces: dict[str, TensorShard], spoiled: bool
     ) -> tuple[str, dict[str, Any]]:
         if spoiled or not all(_is_finite(part.values) for name, part in pieces.items() if name.startswith("model/")):
             raise FloatingPointError(

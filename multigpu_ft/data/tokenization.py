@@ -28,7 +28,7 @@ class Text:
     "One example as the model reads it."
 
     ids: np.ndarray  # int32[tokens]
-    learnt: np.ndarray | None = None  # bool[tokens], whether the token is to be predicted; None: every one
+    loss_mask: np.ndarray | None = None  # bool[tokens], whether the token is to be predicted; None: every one
     label: int | None = None  # of a classification; -100 for none
     segments: np.ndarray | None = None  # int8[tokens], 1 in the second text of a pair, for models that want to know
 
@@ -48,12 +48,12 @@ class TokenizedTexts:
         self.lengths = np.array([len(text) for text in texts])
         self._ends = np.cumsum(self.lengths)
         self._ids = np.concatenate([text.ids for text in texts])
-        self._learnt = np.concatenate([text.learnt for text in texts]) if texts[0].learnt is not None else None
+        self._loss_mask = np.concatenate([text.loss_mask for text in texts]) if texts[0].loss_mask is not None else None
         self._segments = np.concatenate([text.segments for text in texts]) if texts[0].segments is not None else None
         self.labels = np.array([text.label for text in texts]) if texts[0].label is not None else None
         # what counts in the loss: labels, or tokens that are predicted; the first one has nothing to be predicted from
         self.targets = np.array(
-            [1 if t.label is not None else len(t) - 1 if t.learnt is None else t.learnt[1:].sum() for t in texts]
+            [1 if t.label is not None else len(t) - 1 if t.loss_mask is None else t.loss_mask[1:].sum() for t in texts]
         )
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class TokenizedTexts:
         here = slice(self._ends[index] - self.lengths[index], self._ends[index])
         return Text(
             self._ids[here],
-            None if self._learnt is None else self._learnt[here],
+            None if self._loss_mask is None else self._loss_mask[here],
             None if self.labels is None else int(self.labels[index]),
             None if self._segments is None else self._segments[here],
         )
@@ -76,7 +76,7 @@ class TokenizedTexts:
     @cached_property
     def digest(self) -> str:
         "A name for these very tokens: other texts, another tokenizer, template or length have another."
-        parts = [self._ids, self._ends, *(p for p in (self._learnt, self._segments, self.labels) if p is not None)]
+        parts = [self._ids, self._ends, *(p for p in (self._loss_mask, self._segments, self.labels) if p is not None)]
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
 
@@ -168,28 +168,28 @@ def _read_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = made["input_ids"], np.array(made["offset_mapping"]).reshape(-1, 2)
     special = _special_ids(tokenizer)
-    learnt = np.zeros(len(ids), bool)
+    loss_mask = np.zeros(len(ids), bool)
     for start, end in spans:
         said = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start) & (offsets[:, 1] > offsets[:, 0]))
-        learnt[said] = True
+        loss_mask[said] = True
         after = said[-1] + 1 if len(said) else int(np.searchsorted(offsets[:, 0], end))
         closing = after
         while closing < len(ids) and ids[closing] not in special and text[slice(*offsets[closing])].isspace():
             closing += 1
         if closing < len(ids) and ids[closing] in special:
-            learnt[after : closing + 1] = True
-    return ids, learnt
+            loss_mask[after : closing + 1] = True
+    return ids, loss_mask
 
 
 def closing_token(tokenizer: Any) -> int | None:
     "The special token with which the tokenizer's chat template ends what the assistant says, if there is one."
     try:
-        ids, learnt = _read_conversation(
+        ids, loss_mask = _read_conversation(
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer
         )
     except Exception:  # jinja's, or of a tokenizer that knows no characters
         return None
-    last = int(np.array(ids)[learnt][-1]) if learnt.any() else None
+    last = int(np.array(ids)[loss_mask][-1]) if loss_mask.any() else None
     return last if last in _special_ids(tokenizer) else None
 
 
@@ -209,12 +209,12 @@ def tokenize_chats(chats: list[list[dict[str, Any]]], tokenizer: Any, max_length
     found = []
     for number, messages in enumerate(chats):
         try:
-            ids, learnt = _read_conversation(messages, tokenizer)
+            ids, loss_mask = _read_conversation(messages, tokenizer)
         except Exception as error:  # jinja's, or whatever the template raises
             raise DataError(
                 f"conversation {number} of the slice: the model's chat template refuses it ({str(error).splitlines()[0][:200]})."
             ) from error
-        found.append(Text(np.array(ids[:max_length], np.int32), learnt[:max_length]))
+        found.append(Text(np.array(ids[:max_length], np.int32), loss_mask[:max_length]))
     texts = TokenizedTexts(found, _pad_id(tokenizer))
     if not texts.targets.any():
         raise DataError(

@@ -19,7 +19,7 @@ from torch import nn
 from .deepspeed_config import MAX_LIVE, require_packages, zero_settings
 from .strategies import Single
 from .weights import let_go, trim_heap
-from .world import Part, SavedParts, World
+from .world import TensorShard, SavedParts, World
 from ..models.blocks import transformer_blocks
 from ..models.quantization import elements
 from ..run.config import RunConfig
@@ -245,23 +245,23 @@ class ZeRO(Accelerated):
         line = self._flat()[group]
         return (line.detach() if key is None else zero.optimizer.state[line][key]).narrow(0, start, count)
 
-    def state_parts(self) -> tuple[dict[str, Part], dict[str, Any]]:
-        parts: dict[str, Part] = {}
+    def state_parts(self) -> tuple[dict[str, TensorShard], dict[str, Any]]:
+        parts: dict[str, TensorShard] = {}
         inner = self.engine.optimizer.optimizer.state
         state = next((inner[flat] for flat in self._flat() if flat in inner), {})
         moments = [key for key, value in state.items() if torch.is_tensor(value) and value.ndim]
         for name, p in self.kept().items():
             if not p.requires_grad:
-                parts[f"model/{name}"] = Part(p.detach(), 0, list(p.shape))
+                parts[f"model/{name}"] = TensorShard(p.detach(), 0, list(p.shape))
                 continue
             shape, (first, _) = list(getattr(p, "ds_shape", p.shape)), self._stretch(p)
             for key in (None, *moments):
                 if (values := self._values(p, key)) is not None:
-                    parts[f"optimizer/{name}/{key}" if key else f"model/{name}"] = Part(
+                    parts[f"optimizer/{name}/{key}" if key else f"model/{name}"] = TensorShard(
                         values.detach(), first, shape, spread=self.world.size > 1
                     )
             parts |= {
-                f"optimizer/{name}/{key}": Part(value, 0, [])
+                f"optimizer/{name}/{key}": TensorShard(value, 0, [])
                 for key, value in state.items()
                 if torch.is_tensor(value) and not value.ndim
             }
@@ -272,7 +272,7 @@ class ZeRO(Accelerated):
         trained = {name: p for name, p in kept.items() if p.requires_grad}
         for name, p in kept.items():
             if name not in trained:
-                saved.fill(Part(p, 0, list(p.shape)), f"model/{name}")
+                saved.fill(TensorShard(p, 0, list(p.shape)), f"model/{name}")
         for name, p in trained.items():
             self._fill(p, None, saved, f"model/{name}")
         if optimizer and (held := {found.rpartition("/")[2] for found in saved.names("optimizer/")}):
@@ -293,7 +293,9 @@ class ZeRO(Accelerated):
 
     def _fill(self, p: nn.Parameter, key: str | None, saved: SavedParts, name: str) -> None:
         if (values := self._values(p, key)) is not None:
-            saved.fill(Part(values, self._stretch(p)[0], list(getattr(p, "ds_shape", p.shape)), spread=True), name)
+            saved.fill(
+                TensorShard(values, self._stretch(p)[0], list(getattr(p, "ds_shape", p.shape)), spread=True), name
+            )
 
     def _refresh(self, trained: list[nn.Parameter]) -> None:
         "Have the weights that compute follow those in fp32."

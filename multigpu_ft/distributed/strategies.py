@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .weights import check_packed, let_go, packed_outputs, receive, trim_heap
-from .world import Part, SavedParts, World, compute_dtype, free_bytes, local_part, part_of
+from .world import TensorShard, SavedParts, World, compute_dtype, free_bytes, local_part, part_of
 from ..models.blocks import transformer_blocks
 from ..models.quantization import packed_layers, to_evaluation_mode
 from ..run.config import RunConfig
@@ -263,7 +263,7 @@ class Single:
                 seen.add(id(tensor))
         return named
 
-    def state_parts(self) -> tuple[dict[str, Part], dict[str, Any]]:
+    def state_parts(self) -> tuple[dict[str, TensorShard], dict[str, Any]]:
         "What is to be saved: `model/NAME` and `optimizer/NAME/KEY` as parts, and of the optimizer `NAME/KEY` that is a mere number."
         kept, state = self.kept(), self.optimizer.state
         held = {f"{name}/{key}": value for name, p in kept.items() if p in state for key, value in state[p].items()}

@@ -19,7 +19,7 @@ from .comparison import Measured
 from .plan import NOTHING_HELD_OUT, Plan, held_out_rows, named_rows
 from .report import Evaluation
 from multigpu_ft.generation.fine_tuned import (
-    Subject,
+    FineTuned,
     count,
     export_subject,
     fetch_export,
@@ -39,7 +39,7 @@ from ..run.secrets import refuse_secrets, use_secrets
 # %% ../../nbs/evaluation/07_api.ipynb #8f157bce
 def _find_subjects(
     runs: list[RunDir], base: str | None, checkpoint: Any, hf_repo: str | None, run_root: str | None
-) -> list[Subject]:
+) -> list[FineTuned]:
     if hf_repo is not None:
         if runs or checkpoint is not None:
             raise ConfigError("hf_repo names a fine-tuned model, and so does a run or a checkpoint; give one of them.")
@@ -61,7 +61,7 @@ def _find_subjects(
 
 
 def _make_plan(
-    subjects: list[Subject],
+    subjects: list[FineTuned],
     base: str | None,
     rows: dict[str, Any],
     fields: dict[str, Any],
@@ -109,7 +109,7 @@ def _same(one: str, other: str) -> bool:
     return one == other or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())
 
 
-def _report_folder(subjects: list[Subject], runs: list[RunDir], hf_repo: str | None, run_root: str | None) -> Path:
+def _report_folder(subjects: list[FineTuned], runs: list[RunDir], hf_repo: str | None, run_root: str | None) -> Path:
     "Where the report goes if nobody says: into the run; of a series into its folder; of a model without a run to the runs, under its own name."
     newest = subjects[-1]
     series = {run.path.parent for run in runs}
@@ -259,7 +259,7 @@ def _folder(folder: str | Path | None, *whose: Any) -> Path:
     return chosen
 
 
-def _keep(report: Path, newest: Subject) -> None:
+def _keep(report: Path, newest: FineTuned) -> None:
     "Where a run was copied to a place that outlives the session, its report goes there, too."
     kept = Path(newest.run.status().get("kept") or ".") if newest.run else Path()
     if newest.run and report.parent == newest.run.path and kept not in (Path(), newest.run.path) and kept.is_dir():

@@ -18,7 +18,7 @@ from ..data.labels import scores
 from multigpu_ft.evaluation.statistics import (
     CONFIDENCE,
     FEWEST,
-    Estimate,
+    ConfidenceInterval,
     mcnemar,
     ratio_estimates,
     share_difference,
@@ -86,8 +86,8 @@ class Difference:
 
     verdict: str
     text: str  # why, in words and numbers
-    loss: Estimate | None = None  # nats a token; of labelled texts nats a text
-    accuracy: Estimate | None = None
+    loss: ConfidenceInterval | None = None  # nats a token; of labelled texts nats a text
+    accuracy: ConfidenceInterval | None = None
     gained: int | None = None  # texts that are right now and were wrong
     lost: int | None = None
     p_value: float | None = None  # McNemar's
@@ -98,9 +98,9 @@ class Result:
     "One model on one set. `loss` is `None` if it is not finite on some example."
 
     name: str
-    loss: Estimate | None
+    loss: ConfidenceInterval | None
     not_finite: int = 0  # examples
-    accuracy: Estimate | None = None
+    accuracy: ConfidenceInterval | None = None
     f1: float | None = None
     to_base: Difference | None = None
     to_previous: Difference | None = None
@@ -120,13 +120,15 @@ def _plain(value: float, digits: int = 3) -> str:
     )
 
 
-def decimals(estimate: Estimate) -> int:
+def decimals(estimate: ConfidenceInterval) -> int:
     "So many that the interval has two figures, at least three."
     half = (estimate.high - estimate.low) / 2 if estimate.low is not None and estimate.high is not None else 0
     return min(6, max(3, 1 - math.floor(math.log10(half)))) if half > 0 else 3
 
 
-def _loss_text(change: Estimate, before: Estimate, after: Estimate, unit: str) -> tuple[str, str]:
+def _loss_text(
+    change: ConfidenceInterval, before: ConfidenceInterval, after: ConfidenceInterval, unit: str
+) -> tuple[str, str]:
     "Verdict and words about a change of loss."
     falls = change.value < 0
     amount, places = abs(change.value), decimals(change)
@@ -154,7 +156,7 @@ def _loss_text(change: Estimate, before: Estimate, after: Estimate, unit: str) -
 
 
 def _accuracy_text(
-    change: Estimate, before: float, after: float, gained: int, lost: int, p_value: float
+    change: ConfidenceInterval, before: float, after: float, gained: int, lost: int, p_value: float
 ) -> tuple[str, str]:
     verdict = NO_DIFFERENCE if p_value >= 1 - CONFIDENCE else BETTER if gained > lost else WORSE
     interval = (
@@ -202,7 +204,7 @@ class Comparison:
         )
         columns = [self.losses[name] for name in whole] + [self.losses[a] - self.losses[b] for a, b in pairs]
         found = ratio_estimates(np.stack(columns, axis=1), self.targets) if self.count and columns else []
-        self._estimates: dict[Any, Estimate] = dict(zip([*whole, *pairs], found, strict=False))
+        self._estimates: dict[Any, ConfidenceInterval] = dict(zip([*whole, *pairs], found, strict=False))
         for i, name in enumerate(names):
             confusion = self.confusions.get(name)
             self.results.append(
@@ -279,7 +281,7 @@ class Comparison:
     def by_length(self, bins: int = 6, draws: int = 2000) -> list[dict[str, Any]]:
         """Loss of base and newest model in up to `bins` classes of lengths with about as many examples each.
 
-        A class has `from` and `to` (tokens), `examples`, and as `Estimate` `base`, `newest` and `change`."""
+        A class has `from` and `to` (tokens), `examples`, and as `ConfidenceInterval` `base`, `newest` and `change`."""
         bins = max(1, min(bins, self.count // (2 * FEWEST)))
         first, last = self.losses[self.names[0]], self.losses[self.names[-1]]
         if not self.count or not np.isfinite(last).all():

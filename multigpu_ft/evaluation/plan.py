@@ -12,7 +12,7 @@ from typing import Any
 
 from ..data.examples import evaluation_config
 from ..data.sources import count_rows
-from ..generation.fine_tuned import Subject, of_the_model
+from ..generation.fine_tuned import FineTuned, of_the_model
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
 
@@ -21,7 +21,7 @@ _ROWS = 1000  # where nobody says how many
 NOTHING_HELD_OUT = "trained rows, since nothing is held out: that says nothing about new text"
 
 
-def held_out_rows(subjects: list[Subject]) -> tuple[RunConfig, str]:
+def held_out_rows(subjects: list[FineTuned]) -> tuple[RunConfig, str]:
     "The rows to compare `subjects` on where the user names none, and what is to be said of them in words."
     newest = subjects[-1]
     cfg = newest.config
@@ -84,7 +84,7 @@ class Plan:
     "What is to be scored on what."
 
     base: RunConfig  # the base model, and how it is computed
-    subjects: list[Subject]
+    subjects: list[FineTuned]
     target: RunConfig  # the rows to compare on
     why: str = ""  # those, in words
     forgetting: RunConfig | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .comparison import Compared, Comparison, Result, texts_seen
-from .statistics import Estimate
+from .statistics import ConfidenceInterval
 
 # %% ../../nbs/evaluation/05_plots.ipynb #d0215dd7
 _BASE, _NEWEST, _EARLIER, _SECOND = "#7a7a7a", "#0072b2", "#7fb8d8", "#d55e00"
@@ -38,25 +38,25 @@ def _figure(height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tupl
     return figure, axes
 
 
-def _reach(estimate: Estimate) -> list[list[float]]:
+def _reach(estimate: ConfidenceInterval) -> list[list[float]]:
     "How far the interval reaches to both sides, as error bars want it."
     return [[estimate.value - _low(estimate)], [_high(estimate) - estimate.value]]
 
 
-def _low(estimate: Estimate) -> float:
+def _low(estimate: ConfidenceInterval) -> float:
     return estimate.value if estimate.low is None else estimate.low
 
 
-def _high(estimate: Estimate) -> float:
+def _high(estimate: ConfidenceInterval) -> float:
     return estimate.value if estimate.high is None else estimate.high
 
 
-def _level(result: Result) -> Estimate | None:
+def _level(result: Result) -> ConfidenceInterval | None:
     "What a model is judged by: accuracy in percent, or loss."
     return result.accuracy.percent if result.accuracy else result.loss
 
 
-def _change(result: Result) -> Estimate | None:
+def _change(result: Result) -> ConfidenceInterval | None:
     "Its change from the base."
     if result.to_base is None:
         return None
@@ -227,7 +227,7 @@ def _slices_picture(compared: Compared) -> Any:
         for panel, of in ((left, _level), (right, _change)):
             found = [of(result) for result in comparison.results]
             if of is _change:
-                found[0] = Estimate(0.0, 0.0, 0.0)
+                found[0] = ConfidenceInterval(0.0, 0.0, 0.0)
             points = [
                 (seen[i] if known else i, e.value, _low(e), _high(e)) for i, e in enumerate(found) if e is not None
             ]

@@ -36,7 +36,7 @@ from multigpu_ft.evaluation.comparison import (
     trained_spans,
 )
 from .plots import pictures
-from .statistics import CONFIDENCE, DRAWS, Estimate
+from .statistics import CONFIDENCE, DRAWS, ConfidenceInterval
 from ..run.run_dir import replace_file, write_json
 
 # %% ../../nbs/evaluation/06_report.ipynb #8a6d2a33
@@ -86,7 +86,7 @@ def _set_record(comparison: Comparison) -> dict[str, Any]:
     }
 
 # %% ../../nbs/evaluation/06_report.ipynb #442730c2
-def _interval(estimate: Estimate | None, sign: str = "", places: int | None = None) -> str:
+def _interval(estimate: ConfidenceInterval | None, sign: str = "", places: int | None = None) -> str:
     if estimate is None:
         return ""
     places = decimals(estimate) if places is None else places
@@ -98,7 +98,7 @@ def _interval(estimate: Estimate | None, sign: str = "", places: int | None = No
     )
 
 
-def _percent(estimate: Estimate | None, sign: str = "") -> str:
+def _percent(estimate: ConfidenceInterval | None, sign: str = "") -> str:
     return _interval(estimate and estimate.percent, sign, 1)
 
 
@@ -144,7 +144,7 @@ def _cells(compared: Compared, comparison: Comparison) -> list[list[str]]:
     return rows
 
 
-def _perplexity(loss: Estimate | None) -> str:
+def _perplexity(loss: ConfidenceInterval | None) -> str:
     if loss is None:
         return ""
     value = perplexity(loss.value)

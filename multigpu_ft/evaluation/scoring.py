@@ -31,13 +31,13 @@ from .plan import Plan, shown_data
 from multigpu_ft.generation.decoding import (
     Answer,
     GroupedDecoder,
-    PlacedDecoder,
+    ContinuousBatchDecoder,
     Request,
     Rules,
     can_be_placed,
     end_tokens,
 )
-from ..generation.fine_tuned import Subject
+from ..generation.fine_tuned import FineTuned
 from ..generation.inference_model import Loaded, load_holder, place_of, quantization_of
 from ..generation.sampling import Sampling, sequence_seed
 from ..models.loading import load_config, load_tokenizer, order_labels
@@ -174,7 +174,7 @@ def _write(
         capacity = max(len(request.prompt) for request in mine) + max_new_tokens
         rules = Rules(SAMPLING, end_tokens(loaded.model.generation_config, tokenizer.eos_token_id))
         with evaluating(loaded.strategy.model):
-            kind = PlacedDecoder if can_be_placed(loaded.model, capacity, world.device)[0] else GroupedDecoder
+            kind = ContinuousBatchDecoder if can_be_placed(loaded.model, capacity, world.device)[0] else GroupedDecoder
             decoder = kind(loaded.model, rules, len(mine), capacity, world.device)
             finished = decoder.admit(mine)
             while finished or decoder.in_flight:
@@ -358,7 +358,7 @@ def _measured(plan: Plan, material: _Material, found: dict[str, _Found], about: 
     )
 
 
-def _activity(subject: Subject, found: _Found, base: _Found, target: _Data) -> dict[str, Any]:
+def _activity(subject: FineTuned, found: _Found, base: _Found, target: _Data) -> dict[str, Any]:
     "Whether the model is another one than the base: on which share of the examples the loss differs, and by how many nats a target at most."
     gap = np.abs(found.losses[0] - base.losses[0])
     return {
@@ -375,7 +375,7 @@ def _label_names(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> list[str] | 
     return plan.label_names or order_labels(find_label_names(plan.target), plan.base, tokenizer)
 
 
-def _refuse_other_tokens(subject: Subject, plan: Plan, tokenizer: PreTrainedTokenizerBase, target: _Data) -> None:
+def _refuse_other_tokens(subject: FineTuned, plan: Plan, tokenizer: PreTrainedTokenizerBase, target: _Data) -> None:
     "Raise `CheckpointError` if `subject` was trained on other tokens than those that `tokenizer` makes."
     if subject.tokenizer:
         same = subject.tokenizer == tokenizer_digest(tokenizer)

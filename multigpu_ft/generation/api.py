@@ -20,9 +20,9 @@ from typing import Any
 
 from ..data.sources import count_rows
 from ..display.panel import say
-from .completions import Assignment, load_reward
+from .completions import GenerationJob, load_reward
 from multigpu_ft.generation.fine_tuned import (
-    Subject,
+    FineTuned,
     count,
     export_subject,
     fetch_export,
@@ -109,7 +109,7 @@ class Answers(Sequence[dict[str, Any]]):
 # %% ../../nbs/generation/11_api.ipynb #549e87f9
 def _find_subject(
     run: Any, model: str | None, checkpoint: Any, hf_repo: str | None, run_root: str | None
-) -> Subject | None:
+) -> FineTuned | None:
     if hf_repo is not None and (run is not None or checkpoint is not None):
         raise ConfigError("hf_repo names a fine-tuned model, and so does a run or a checkpoint; give one of them.")
     if hf_repo is not None:
@@ -122,7 +122,7 @@ def _find_subject(
     return None
 
 
-def _tokenizer_folder(subject: Subject | None) -> str | None:
+def _tokenizer_folder(subject: FineTuned | None) -> str | None:
     "An export has its own, with the chat template that it was trained with."
     return (
         str(subject.path)
@@ -152,7 +152,7 @@ def _one_of(name: str, value: str | None, known: Sequence[str]) -> str | None:
     return value
 
 
-def _refuse_without_vllm(cfg: RunConfig, subject: Subject | None, quantization: str | None) -> None:
+def _refuse_without_vllm(cfg: RunConfig, subject: FineTuned | None, quantization: str | None) -> None:
     "Raise `ConfigError` if vLLM is not installed, or cannot load what is asked for."
     from packaging.version import Version
 
@@ -210,7 +210,7 @@ def _output(name: str, path: str | Path, folder: Path | None = None) -> Path:
 def _earlier_val_output(folder: Path) -> str | None:
     "What the generation in `folder` was last to write for validation."
     try:
-        return Assignment.read(RunDir(folder)).val_output
+        return GenerationJob.read(RunDir(folder)).val_output
     except (OSError, ValueError, KeyError, TypeError):  # there was none, or it is of another version
         return None
 
@@ -229,7 +229,7 @@ def _reward_name(reward: Any) -> tuple[str | None, bytes | None]:
     return f"{getattr(reward, '__name__', 'function')} {hashlib.sha256(packed).hexdigest()[:16]}", packed
 
 # %% ../../nbs/generation/11_api.ipynb #6e4a23f9
-def _open(folder: Path, cfg: RunConfig, assignment: Assignment, reward: bytes | None) -> RunDir:
+def _open(folder: Path, cfg: RunConfig, assignment: GenerationJob, reward: bytes | None) -> RunDir:
     "The run directory of a generation, new or gone on with."
     run_dir = RunDir(folder)
     if folder.exists() and (folder / "status.json").exists() and is_alive(run_dir):
@@ -359,7 +359,7 @@ def generate(
         _refuse_without_vllm(cfg, subject, quantization)
     name, packed = _reward_name(reward)
     words = [word for word in (stop.split(",") if isinstance(stop, str) else stop) if word]
-    assignment = Assignment(
+    assignment = GenerationJob(
         output=str(output),
         subject=str(subject.path) if subject else None,
         quantization=_one_of("quantization", quantization, _QUANTIZATIONS),
@@ -411,7 +411,7 @@ def _look_at_questions(cfg: RunConfig, question_field: str) -> None:
         load_questions(cfg, question_field)
 
 
-def _asked(cfg: RunConfig, assignment: Assignment) -> str:
+def _asked(cfg: RunConfig, assignment: GenerationJob) -> str:
     end = f"-{cfg.end_idx}" if cfg.end_idx is not None else " on"
     times = (
         f", {assignment.num_sequences_per_question} answers each" if assignment.num_sequences_per_question > 1 else ""

@@ -26,7 +26,7 @@ from ..checkpoints.manifest import content_sample
 from ..data.tokenization import closing_token
 from ..distributed.world import World, join_world
 from multigpu_ft.generation.completions import (
-    Assignment,
+    GenerationJob,
     Shard,
     answer_key,
     load_reward,
@@ -38,13 +38,13 @@ from multigpu_ft.generation.completions import (
 from multigpu_ft.generation.decoding import (
     Answer,
     GroupedDecoder,
-    PlacedDecoder,
+    ContinuousBatchDecoder,
     Request,
     Rules,
     can_be_placed,
     end_tokens,
 )
-from .fine_tuned import Subject, checkpoint_subject, export_subject
+from .fine_tuned import FineTuned, checkpoint_subject, export_subject
 from .inference_model import load_holder, quantization_of
 from .prompts import Question, load_questions, tokenize_questions
 from .sampling import Sampling, sequence_seed
@@ -54,13 +54,13 @@ from ..models.loading import PLAIN_CHAT, load_tokenizer
 from ..models.quantization import to_evaluation_mode
 from ..run.config import RunConfig
 from ..run.errors import ModelError
-from ..run.processes import IDLE, Beat, StopSignal, leave, write_error
+from ..run.processes import IDLE, Heartbeat, StopSignal, leave, write_error
 from ..run.run_dir import COMMIT_FILE, RunDir, commit_digest, read_commit
 from ..run.secrets import hide_secrets, use_secrets
-from ..tracking.metrics import Tracker, peak_memory
+from ..tracking.metrics import RunLog, peak_memory
 
 # %% ../../nbs/generation/09_generator.ipynb #7b01e865
-def find_subject(assignment: Assignment, cfg: RunConfig) -> Subject | None:
+def find_subject(assignment: GenerationJob, cfg: RunConfig) -> FineTuned | None:
     "The fine-tuned model that is asked, if it is one."
     if not assignment.subject:
         return None
@@ -70,7 +70,7 @@ def find_subject(assignment: Assignment, cfg: RunConfig) -> Subject | None:
     )
 
 
-def _weights(subject: Subject | None, cfg: RunConfig) -> list[Any]:
+def _weights(subject: FineTuned | None, cfg: RunConfig) -> list[Any]:
     "What says which weights they are."
     base = (
         content_sample(Path(cfg.model))
@@ -109,7 +109,7 @@ class _Transformers:
     "The model in this rank's memory. Raises `ModelError` if it does not fit."
 
     def __init__(
-        self, cfg: RunConfig, assignment: Assignment, subject: Subject | None, world: World, tokenizer: Any
+        self, cfg: RunConfig, assignment: GenerationJob, subject: FineTuned | None, world: World, tokenizer: Any
     ) -> None:
         quantization = quantization_of(subject, cfg, world, assignment.quantization)
         loaded = load_holder(cfg, subject, world, tokenizer, None, quantization)
@@ -136,7 +136,7 @@ class _Transformers:
         fine, why = can_be_placed(self._loaded.model, capacity, self._device)
         if not fine:
             remark(f"each question is decoded by itself, without filling places that become free: {why}")
-        kind = PlacedDecoder if fine else GroupedDecoder
+        kind = ContinuousBatchDecoder if fine else GroupedDecoder
         return lambda rows: kind(self._loaded.model, rules, rows, capacity, self._device)
 
 
@@ -144,7 +144,7 @@ class _VLLM:
     "The model in a vLLM engine."
 
     def __init__(
-        self, cfg: RunConfig, assignment: Assignment, subject: Subject | None, world: World, tokenizer: Any
+        self, cfg: RunConfig, assignment: GenerationJob, subject: FineTuned | None, world: World, tokenizer: Any
     ) -> None:
         self._cfg, self._subject, self._world = cfg, subject, world
         merged = subject and not subject.has_adapter
@@ -183,12 +183,17 @@ class Generation:
     "One rank's part: the model, the questions that are left, and the loop."
 
     def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
-        self.run_dir, self.stop, self.cfg, self.assignment = run_dir, stop, run_dir.config(), Assignment.read(run_dir)
+        self.run_dir, self.stop, self.cfg, self.assignment = (
+            run_dir,
+            stop,
+            run_dir.config(),
+            GenerationJob.read(run_dir),
+        )
         logging.disable_progress_bar()
         use_secrets()
         self.world = _world_apart() if self.assignment.engine == "vllm" else join_world(self.cfg)
         self.store = _join_store()
-        self.tracker = Tracker(run_dir, self.world.is_main)
+        self.tracker = RunLog(run_dir, self.world.is_main)
         self.store.set(f"pid/{self.world.rank}", str(os.getpid()))
         pids = [int(self.store.get(f"pid/{rank}")) for rank in range(self.world.size)]
         self.tracker.status(
@@ -196,7 +201,7 @@ class Generation:
             host=socket.gethostname(),
             world_size=self.world.size,
         )
-        self.beat = Beat(run_dir.beat_file(self.world.rank))
+        self.beat = Heartbeat(run_dir.beat_file(self.world.rank))
         self.beat(IDLE)
 
         self.reward = self._load_reward()
@@ -259,7 +264,7 @@ class Generation:
         eos = end_tokens(settings, self.tokenizer.eos_token_id, closing_token(self.tokenizer))
         return Rules(self.sampling, eos, _ends(self.stop_strings, self.tokenizer))
 
-    def _make_requests(self, subject: Subject | None, positions: int | None) -> list[Request]:
+    def _make_requests(self, subject: FineTuned | None, positions: int | None) -> list[Request]:
         "All that are wanted, longest questions first, and their keys."
         chosen = self.assignment
         about = {

@@ -23,7 +23,7 @@ from ..data.tokenization import TokenizedTexts
 from ..distributed.strategies import FSDP, Single, evaluating
 from ..distributed.weights import align
 from ..distributed.world import World, compute_dtype, free_bytes, to_device
-from .fine_tuned import Subject
+from .fine_tuned import FineTuned
 from ..models.loading import load_shell
 from ..models.lora import adapted_layers, add_adapter, changes_nothing
 from ..models.loss import ClassifierLoss, LossModel
@@ -46,7 +46,7 @@ class Loaded:
         tokenizer: PreTrainedTokenizerBase,
         label_names: list[str] | None,
         quantization: str,
-        adapter: Subject | None,
+        adapter: FineTuned | None,
     ) -> None:
         self.world, self.tokenizer, self.dtype = world, tokenizer, compute_dtype(cfg.dtype, world.device)
         shell = load_shell(cfg, tokenizer, label_names, self.dtype).requires_grad_(False)
@@ -80,7 +80,7 @@ class Loaded:
         with self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext():
             yield
 
-    def take(self, subject: Subject) -> None:
+    def take(self, subject: FineTuned) -> None:
         "Put the weights of `subject` in their places. Raises `CheckpointError` if they do not fit, or are not what was saved. A collective."
         if subject.is_checkpoint:
             load_checkpoint(subject.path, self.strategy, scope="weights")
@@ -91,7 +91,7 @@ class Loaded:
             with evaluating(self.strategy.model):
                 confirm_export(subject.path, check, self.strategy.forward, self.model, self.dtype, self.world.device)
 
-    def _fill(self, subject: Subject) -> None:
+    def _fill(self, subject: FineTuned) -> None:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         path = subject.path / "adapter_model.safetensors"
@@ -139,7 +139,7 @@ class Loaded:
         core.chunked = self.world.max(float(not fine)) == 0
 
 
-def _put_on(subject: Subject, model: nn.Module, cfg: RunConfig) -> nn.Module:
+def _put_on(subject: FineTuned, model: nn.Module, cfg: RunConfig) -> nn.Module:
     "`model` with an adapter of the kind that `subject` has; its weights are filled in later."
     if subject.is_checkpoint:
         return add_adapter(cfg, model)
@@ -150,7 +150,7 @@ def _put_on(subject: Subject, model: nn.Module, cfg: RunConfig) -> nn.Module:
     return get_peft_model(model, described)
 
 
-def place_of(subject: Subject | None) -> tuple[str, ...]:
+def place_of(subject: FineTuned | None) -> tuple[str, ...]:
     "What must be the same of two models for the second to go into the memory of the first; `None` is the base without an adapter."
     if subject is None or (subject.is_checkpoint and not subject.has_adapter):
         return ("weights",)
@@ -164,7 +164,7 @@ def place_of(subject: Subject | None) -> tuple[str, ...]:
 
 def load_holder(
     base: RunConfig,
-    holder: Subject | None,
+    holder: FineTuned | None,
     world: World,
     tokenizer: PreTrainedTokenizerBase,
     label_names: list[str] | None,
@@ -179,7 +179,7 @@ def load_holder(
     return Loaded(cfg.replace(tuning="full"), world, tokenizer, label_names, "none" if holder else quantization, None)
 
 
-def quantization_of(subject: Subject | None, base: RunConfig, world: World, wanted: str | None = None) -> str:
+def quantization_of(subject: FineTuned | None, base: RunConfig, world: World, wanted: str | None = None) -> str:
     """In what precision weights are that were not trained: as `wanted`, or as they were beside the adapter.
 
     Raises `ConfigError` if that takes a package that is missing."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .decoding import Answer, Request, Rules
-from .fine_tuned import Subject
+from .fine_tuned import FineTuned
 from ..run.config import RunConfig
 
 # %% ../../nbs/generation/05_vllm_engine.ipynb #bebb984c
@@ -59,7 +59,7 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM takes no others: vl
 
 def start_vllm(
     cfg: RunConfig,
-    subject: Subject | None,
+    subject: FineTuned | None,
     local_rank: int,
     rows: int,
     capacity: int,

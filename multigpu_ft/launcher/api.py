@@ -19,7 +19,7 @@ from ..checkpoints.discovery import find_checkpoints, is_foreign, sweep
 from ..checkpoints.manifest import read_progress
 from ..checkpoints.progress import ledger_remarks
 from ..data.sources import count_rows
-from ..display.panel import Place, age, has_viewer, say
+from ..display.panel import CellOutput, age, has_viewer, say
 from ..distributed.deepspeed_config import with_zero_config
 from ..hub.repository import check_access, find_remote, parse_hub
 from .commands import node_command
@@ -55,7 +55,7 @@ def launch(
     nproc: int | None = None,
     wait: bool = True,
     detach: bool = False,
-    panel: bool | Place | None = None,
+    panel: bool | CellOutput | None = None,
     force: bool = False,
     nnodes: int | None = None,
     node_rank: int | None = None,
@@ -103,7 +103,7 @@ def launch(
 
 
 def _launch_run(
-    cfg: RunConfig, wait: bool, detach: bool, panel: bool | Place | None, force: bool, node: Node | None
+    cfg: RunConfig, wait: bool, detach: bool, panel: bool | CellOutput | None, force: bool, node: Node | None
 ) -> Run:
     use_secrets()
     cfg = for_this_machine(cfg)

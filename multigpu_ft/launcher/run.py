@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from ..display.panel import LiveLine, Panel, Place, age, has_viewer, progress_line, react_to_widgets
+from ..display.panel import LiveLine, Panel, CellOutput, age, has_viewer, progress_line, react_to_widgets
 from ..display.plots import figures_as_png, loss_figure, save_png
 from .commands import changed_settings, recipe
 from ..run.config import RunConfig
@@ -114,10 +114,10 @@ class Run:
             )
         return tail(path, lines) if lines else path.read_text(errors="replace")
 
-    def show(self, panel: bool | Place | None = None) -> None:
+    def show(self, panel: bool | CellOutput | None = None) -> None:
         """Its panel in this cell, at once and for as long as it trains; when it has ended, what came of it. Does not wait.
 
-        `panel`: True, False (a line of text), None (a panel if there is somebody to see it), or a `Place` made earlier.
+        `panel`: True, False (a line of text), None (a panel if there is somebody to see it), or a `CellOutput` made earlier.
         """
         if isinstance(self._view, Panel):
             self._view.end(self._line, None)
@@ -131,7 +131,7 @@ class Run:
             self._ended = False  # shown once more
             self._end()
 
-    def wait(self, timeout: float | None = None, panel: bool | Place | None = None) -> "Run":
+    def wait(self, timeout: float | None = None, panel: bool | CellOutput | None = None) -> "Run":
         """Show progress until the run has ended, then its loss picture. Returns the run. `panel` as in `show`.
 
         An interrupt (the notebook's stop button) stops the run as `stop` does; a second one kills it. Raises the failing rank's
@@ -273,10 +273,10 @@ class Run:
             return self._agent.poll() is None
         return is_alive(self.dir, _SILENT_S) if self._is_elsewhere(self.status) else bool(processes_of(self.dir))
 
-    def _make_view(self, panel: bool | Place | None) -> LiveLine | Panel:
+    def _make_view(self, panel: bool | CellOutput | None) -> LiveLine | Panel:
         if panel is False or (panel is None and not has_viewer()):
             return LiveLine()
-        return Panel(self, panel if isinstance(panel, Place) else None)
+        return Panel(self, panel if isinstance(panel, CellOutput) else None)
 
     def _show_progress(self, view: LiveLine | Panel) -> None:
         view.show(self._line)

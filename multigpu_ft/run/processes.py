@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['AGENT_PID_VARIABLE', 'NODE_VARIABLE', 'IDLE', 'LEFT', 'is_running', 'is_stopped', 'processes_of', 'end_with',
-           'end_with_agent', 'watch_parent', 'StopSignal', 'leave', 'write_error', 'read_error', 'Beat', 'read_beat',
-           'has_left', 'torchrun_number', 'has_nothing_to_finish', 'is_alive']
+           'end_with_agent', 'watch_parent', 'StopSignal', 'leave', 'write_error', 'read_error', 'Heartbeat',
+           'read_beat', 'has_left', 'torchrun_number', 'has_nothing_to_finish', 'is_alive']
 
 # %% ../../nbs/run/07_processes.ipynb #07734942
 import ctypes
@@ -152,7 +152,7 @@ IDLE = "idle"  # the phase in which a rank may take as long as it likes: loading
 LEFT = "left"  # its last: it has done its part, and no other rank waits for it
 
 
-class Beat:
+class Heartbeat:
     "Call it with the name of each phase that begins; `step` is the optimizer step in hand."
 
     def __init__(self, path: Path) -> None:

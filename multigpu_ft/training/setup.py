@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..checkpoints.discovery import is_foreign
 from ..checkpoints.export import take_foreign
-from ..data.batches import Epoch, Order, collate
+from ..data.batches import Epoch, SampleOrder, collate
 from ..data.tokenization import Text, TokenizedTexts
 from ..distributed.deepspeed import Accelerated, ZeRO
 from ..distributed.strategies import DDP, FSDP, Single, evaluating
@@ -147,7 +147,7 @@ def choose_packing(
         )
         cost = {}
         for way in ("packed", "bucketed"):
-            order = Order.of(cfg, way, len(texts), world_size)
+            order = SampleOrder.of(cfg, way, len(texts), world_size)
             cells, pairs = Epoch(texts, order, cfg.initial_epoch).cost
             cost[way] = 2 * cells * weights + 4 * pairs * hidden * layers
         chosen = min(cost, key=cost.get)

@@ -25,9 +25,9 @@ from ..checkpoints.export import export_model
 from ..checkpoints.manifest import contents, fingerprint, read_progress
 from ..checkpoints.progress import Progress, ledger_remarks, next_progress
 from ..checkpoints.resume import choose_checkpoint, load_checkpoint, refuse_other_texts, seed_everything
-from ..checkpoints.storage import Disks
+from ..checkpoints.storage import Storage
 from ..checkpoints.writer import CheckpointWriter, Save, checkpoint_bytes, room_for
-from ..data.batches import Epoch, Order, Step, epoch_steps
+from ..data.batches import Epoch, SampleOrder, Step, epoch_steps
 from ..data.examples import Texts, evaluation_config, load_texts
 from ..data.labels import find_label_names
 from ..data.tokenization import TokenizedTexts, tokenize, tokenizer_digest
@@ -38,15 +38,15 @@ from ..hub.upload import Uploader
 from ..models.loading import PLAIN_CHAT, load_tokenizer, order_labels
 from ..run.config import RunConfig
 from ..run.environment import outputs_folder
-from ..run.processes import IDLE, LEFT, Beat, StopSignal, leave, torchrun_number, write_error
+from ..run.processes import IDLE, LEFT, Heartbeat, StopSignal, leave, torchrun_number, write_error
 from ..run.run_dir import RunDir, begin_anew, saved_at
 from ..run.secrets import hide_secrets, use_secrets
 from ..tracking.histograms import histograms
-from ..tracking.metrics import Interval, Stopwatch, Tracker, flops_per_token
+from ..tracking.metrics import Interval, Stopwatch, RunLog, flops_per_token
 from ..tracking.trackers import Trackers, check_trackers
 from .setup import prepare_model, settle_packing
 from .step import learning_rate, train_step
-from .time_budget import Pace
+from .time_budget import TimeBudget
 from .validation import Evaluations, step_loss
 
 # %% ../../nbs/training/05_trainer.ipynb #fd1e28bb
@@ -80,19 +80,19 @@ class Training:
             tokenize(evaluation, load_texts(evaluation, self.label_names), self.tokenizer) if evaluation else None
         )
         self.world: World = join_world(self.cfg)
-        self.beat = Beat(self.node_dir.beat_file(self.world.rank))
+        self.beat = Heartbeat(self.node_dir.beat_file(self.world.rank))
         self.beat(IDLE)
         if self.world.local_rank == 0:
             begin_anew(self.node_dir)  # as a cluster does that starts it again; under the agent it is one already
         first = self.world.rank - self.world.local_rank
         pids = [int(pid) for (pid,) in self.world.gather(os.getpid())[first : first + self.world.local_size]]
-        self.tracker = Tracker(self.node_dir, self.world.local_rank == 0)
+        self.tracker = RunLog(self.node_dir, self.world.local_rank == 0)
         self.tracker.status(pids={**self.node_dir.status().get("pids", {}), "ranks": pids}, host=socket.gethostname())
 
         self.cfg = bring(self.cfg, run_dir, self.world, self.tracker.status, self.tracker.remark)
         stored = {**fingerprint(self.cfg), "tokenizer": tokenizer_digest(self.tokenizer), "labels": self.label_names}
         refuse_other_texts(self.world, texts=self.texts.digest, tokenizer=stored["tokenizer"])
-        self.disks = Disks(run_dir, self.world)
+        self.disks = Storage(run_dir, self.world)
         # started again, it goes on where it was, whatever it began with
         checkpoint, again, remarks = choose_checkpoint(self.cfg, run_dir, self.world, stored, self.disks)
         if again and self.cfg.resume_scope == "weights":
@@ -124,7 +124,7 @@ class Training:
         packing, about["packing_reason"], about["chunked_loss"] = settle_packing(
             self.cfg, self.strategy, self.texts, begun
         )
-        order = Order.of(self.cfg, packing, len(self.texts), self.world.size, self.texts.digest)
+        order = SampleOrder.of(self.cfg, packing, len(self.texts), self.world.size, self.texts.digest)
         self.progress = Progress(
             self.slice.start_idx,
             self.slice.end_idx,
@@ -134,7 +134,7 @@ class Training:
         )
         if saved:
             self.progress = next_progress(saved, self.cfg, self.slice.end_idx, order)
-        self.order = Order(**self.progress.order)
+        self.order = SampleOrder(**self.progress.order)
         self.tracker.rewind(self.progress.step)
         for remark in [
             *access,
@@ -173,7 +173,7 @@ class Training:
         )
         self.total_steps = self._count_steps()
         began, save_bytes = run_dir.status(), checkpoint_bytes(self.cfg, self.strategy)
-        self.pace = Pace(
+        self.pace = TimeBudget(
             self.cfg,
             began.get("launched", time.time()),
             save_bytes,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..checkpoints.discovery import kept_checkpoints
 from ..checkpoints.progress import Progress
 from ..checkpoints.resume import load_checkpoint
-from ..checkpoints.storage import Disks
+from ..checkpoints.storage import Storage
 from ..checkpoints.writer import checkpoint_bytes
 from ..data.batches import Step, collate, deal
 from ..data.labels import scores
@@ -25,7 +25,7 @@ from ..distributed.world import to_device
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError
 from ..run.run_dir import RunDir
-from ..tracking.metrics import Tracker
+from ..tracking.metrics import RunLog
 
 # %% ../../nbs/training/02_validation.ipynb #38a330aa
 def step_loss(strategy: Single, step: Step) -> float:
@@ -67,9 +67,9 @@ class Evaluations:
         self,
         cfg: RunConfig,
         run_dir: RunDir,
-        disks: Disks,
+        disks: Storage,
         strategy: Single,
-        tracker: Tracker,
+        tracker: RunLog,
         progress: Progress,
         texts: TokenizedTexts | None,
         num_labels: int,
