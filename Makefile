@@ -57,8 +57,8 @@ docs-serve: .venv/docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs serve --dev-addr 127.0.0.1:8000
 
 faults: install
-	$(BIN)/python tests/faults.py --json bench/results/faults.json
-	$(BIN)/python tests/hosts.py --json bench/results/link-cuts.json
+	$(BIN)/python tests/harness/faults.py --json bench/results/faults.json
+	$(BIN)/python tests/harness/hosts.py --json bench/results/link-cuts.json
 
 bench: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'

@@ -41,7 +41,8 @@ import nbformat
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from conftest import BIN, Kernel
+from harness.notebooks import Kernel
+from harness.runs import BIN
 
 HANG, BACK, LEFT = (
     60,

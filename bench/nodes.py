@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import hosts  # noqa: E402
+from harness import hosts  # noqa: E402
 
 from multigpu_ft import RunConfig  # noqa: E402
 from multigpu_ft.display.plots import save_png  # noqa: E402

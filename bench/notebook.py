@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from browser import Lab, make_notebook  # noqa: E402
+from harness.browser import Lab, make_notebook  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 IMPORTS = "from multigpu_ft import Run, RunConfig, form, launch\n"

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import faults
+from harness import faults
 
 TRAINER = """
 import json, os, signal, sys

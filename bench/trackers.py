@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import faults
+from harness import faults
 
 from multigpu_ft.run.run_dir import RunDir
 

@@ -1,58 +1,43 @@
 """Fixtures: a run root whose processes must all be gone when its test ends, and a real Jupyter kernel."""
 
-import json
 import os
-import queue
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
+import types
 
-import faults
-import psutil
 import pytest
-from jupyter_client import KernelManager
+from harness import faults
+from harness.notebooks import Kernel
+from harness.runs import DATA, processes
 
 from multigpu_ft import Run
 
-pytest_plugins = ["browser"]
-REPO = Path(__file__).parents[1]
-NBS = REPO / "nbs"
-BIN = Path(sys.executable).parent
-DATA = REPO.parent / "shared" / "data"
+pytest_plugins = ["harness.browser"]
 
 
 # Files that take longest, first: workers take whole files, and the last one to begin is the last one to end.
 LONGEST = (
     "nodes",
     "guides",
-    "failing_well",
-    "zero",
+    "failures",
+    "deepspeed",
     "project",
-    "estimates",
-    "calls",
+    "estimate",
+    "functions",
     "tuning",
     "exactness",
     "faults",
     "generation",
-    "resuming",
-    "training",
+    "resume",
+    "trainer",
     "trackers",
 )
-
-
-def slow(*values):
-    "Parameters of a test that `make test` leaves to `make test-slow`."
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def pytest_collection_modifyitems(items):
     import torch
 
-    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+    position = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: position.get(item.path.stem, len(LONGEST)))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -69,33 +54,6 @@ def pytest_sessionfinish(session):
     if skipped and os.environ.get("CI"):
         print(f"\nskipped in CI: {[(r.nodeid, r.longrepr) for r in skipped]}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def processes(run_root):
-    "Agents and ranks of runs under `run_root`: their command lines name it."
-    found = []
-    for process in psutil.process_iter():
-        try:
-            line = process.cmdline()
-            if (
-                process.status() != psutil.STATUS_ZOMBIE
-                and "-m" in line
-                and any(str(run_root) in word for word in line)
-            ):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            pass
-    return found
-
-
-def until(condition, seconds, what):
-    "Wait for `condition()` to be true and return it; fail after `seconds`."
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not within {seconds} s: {what}")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,130 +108,6 @@ def train(server):
     return train
 
 
-def ranks(run_dir):
-    "Process ids of the ranks."
-    return json.loads((run_dir / "status.json").read_text())["pids"]["ranks"]
-
-
-def running(run_root, steps=3):
-    "The directory of the one run under `run_root`, once it has logged `steps` steps."
-
-    def ready():
-        for metrics in run_root.glob("*/metrics.jsonl"):
-            if (
-                metrics.read_text().count("\n") >= steps
-                and json.loads((metrics.parent / "status.json").read_text())["state"] == "running"
-            ):
-                return metrics.parent
-
-    try:
-        return until(
-            ready, 120, "a run that trains"
-        )  # Python starts four times, which takes a minute where others do that, too
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{_evidence(run_root)}") from None
-
-
-def _evidence(run_root):
-    "Why a run may not have got on: where its ranks are, what they wrote, and who else has the processors."
-    busy = list(psutil.process_iter())
-    for process in busy:
-        _percent(process)
-    for process in processes(run_root):
-        if "multigpu_ft.training" in process.cmdline():
-            process.send_signal(signal.SIGUSR1)
-    time.sleep(2)
-    lines = [f"load {os.getloadavg()}, {psutil.virtual_memory().available:,} bytes of memory free"]
-    lines += [f"{percent:.0f} % {line[:200]}" for percent, line in sorted(map(_percent, busy), reverse=True)[:12]]
-    for path in sorted(run_root.glob("*/*.json*")) + sorted(run_root.glob("*/logs/*")):
-        lines += [f"--- {path}", path.read_text()[-3000:]]
-    return "\n".join(lines)
-
-
-def _percent(process):
-    "Per cent of a processor since the last call, and the command line."
-    try:
-        return process.cpu_percent(), f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
-    except psutil.Error:  # it ended, or is another user's
-        return 0.0, "?"
-
-
-class Kernel:
-    "A notebook kernel, driven as a frontend drives it."
-
-    def __init__(self, cwd, env):
-        self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(cwd=str(cwd), env={**os.environ, **env})
-        self.client = self.manager.blocking_client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
-        self._stacks = tempfile.NamedTemporaryFile("r", prefix="kernel-stacks-")
-        register = f"faulthandler.register(signal.SIGUSR1, open({self._stacks.name!r}, 'w'))"
-        self.client.execute_interactive(
-            f"import faulthandler, signal; {register}; del faulthandler, signal", silent=True, timeout=60
-        )
-
-    def run(self, code, timeout=120):
-        "Execute `code`; returns what it printed or showed, and raises `CellError` as the frontend shows an error."
-        return self.start(code).result(timeout)
-
-    def start(self, code):
-        "Execute `code` without waiting; `.result()` waits for what `run` returns or raises."
-        return _Cell(self.client, self.client.execute(code), self.stacks)
-
-    @property
-    def pid(self):
-        return self.manager.provisioner.pid
-
-    def stacks(self):
-        "Where its threads are at the moment."
-        os.kill(self.pid, signal.SIGUSR1)
-        time.sleep(1)
-        return self._stacks.read()
-
-    def shutdown(self):
-        self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
-        self._stacks.close()
-
-
-class CellError(Exception):
-    def __init__(self, name, value, output):
-        super().__init__(f"{name}: {value}")
-        self.name, self.value, self.output = name, value, output
-
-
-class _Cell:
-    def __init__(self, client, message_id, stacks):
-        self.client, self.id, self._stacks = client, message_id, stacks
-
-    def result(self, timeout=60):
-        end, shown, error, before = time.monotonic() + timeout, [], None, None
-        while True:
-            try:
-                message = self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(
-                    f"the cell is still running after {timeout} s; it showed: {shown}; its threads:\n{self._stacks()}"
-                ) from None
-            kind, content = message["msg_type"], message["content"]
-            if message["parent_header"].get("msg_id") != self.id:
-                continue
-            if kind == "stream" == before:  # what is printed later goes on where it was
-                shown[-1] += content["text"]
-            elif kind == "stream":
-                shown.append(content["text"])
-            elif kind in ("display_data", "execute_result", "update_display_data"):
-                shown.append(content["data"].get("text/plain", ""))
-            elif kind == "error":
-                error = CellError(content["ename"], content["evalue"], "\n".join(shown))
-            elif kind == "status" and content["execution_state"] == "idle":
-                if error:
-                    raise error
-                return "\n".join(shown)
-            before = kind
-
-
 @pytest.fixture
 def kernel(tmp_path):
     started = []
@@ -308,25 +142,35 @@ def failing_rank(tmp_path):
     return {"PYTHONPATH": str(folder)}
 
 
-def papermill(*arguments, cwd, env=None, timeout=300):
-    return subprocess.run(
-        [BIN / "papermill", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        stdin=subprocess.DEVNULL,
-    )
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+    "No machine in particular, whatever this one is."
+    from multigpu_ft.launcher import outputs
+    from multigpu_ft.run import environment, secrets
+
+    for name in (
+        "KAGGLE_KERNEL_RUN_TYPE",
+        "COLAB_RELEASE_TAG",
+        "CUDA_VISIBLE_DEVICES",
+        secrets._ASKED,
+        *secrets.SECRETS,
+    ):
+        monkeypatch.setenv(name, "")  # so that it is restored, even if the code under test sets it
+        monkeypatch.delenv(name)
+    for name in ("KAGGLE_OUTPUTS", "KAGGLE_SCRATCH", "COLAB_SCRATCH", "COLAB_DRIVE"):
+        monkeypatch.setattr(environment, name, tmp_path / name.lower())
+        if hasattr(outputs, name):
+            monkeypatch.setattr(outputs, name, tmp_path / name.lower())
 
 
-def outputs(notebook):
-    "All text that the notebook shows."
-    cells = json.loads(Path(notebook).read_text())["cells"]
-    found = [o for c in cells for o in c.get("outputs", [])]
-    return "\n".join(
-        "".join(o.get("text", ""))
-        + "".join(o.get("data", {}).get("text/plain", ""))
-        + "\n".join(o.get("traceback", []))
-        for o in found
+@pytest.fixture
+def kaggle(monkeypatch):
+    "An interactive session on Kaggle, two hours old."
+    from multigpu_ft.run import environment
+
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    monkeypatch.setattr(
+        environment.psutil,
+        "Process",
+        lambda pid: types.SimpleNamespace(create_time=lambda: environment.time.time() - 2 * 3600),
     )

@@ -1,19 +1,6 @@
 import json
-import os
-import subprocess
 
-from conftest import BIN
-
-
-def multigpu_ft(*arguments, cwd, **env):
-    return subprocess.run(
-        [BIN / "multigpu-ft", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+from harness.runs import multigpu_ft
 
 
 def test_train_and_runs(tmp_path, run_root):

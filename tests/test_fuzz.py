@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-import fuzz
 import pytest
+from harness import fuzz
 
 from multigpu_ft import ConfigError
 

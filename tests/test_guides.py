@@ -5,8 +5,9 @@ import re
 import shutil
 
 import pytest
-from conftest import NBS, REPO, outputs, papermill, processes, slow
-from hub import Hub, environment
+from harness.hub import Hub, environment
+from harness.notebooks import outputs, papermill
+from harness.runs import NBS, REPO, processes, slow
 
 FOLDER = NBS / "guides"
 GUIDES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))

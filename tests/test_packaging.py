@@ -12,7 +12,7 @@ import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import BIN, REPO
+from harness.runs import BIN, REPO
 
 from multigpu_ft import __version__
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BIN, NBS, REPO
+from harness.runs import BIN, NBS, REPO
 
 PACKAGE = REPO / "multigpu_ft"
 # A folder imports only from those before it, a file only from those before it in its folder; "" is the root.
@@ -71,6 +71,11 @@ def test_every_numbered_notebook_is_in_a_known_folder_and_named_like_its_module(
     for folder in FOLDERS:
         numbers = [int(notebook.stem[:2]) for notebook in sorted((NBS / folder).glob("[0-9]*.ipynb"))]
         assert numbers == list(range(1, len(numbers) + 1)), f"{folder or 'nbs'}: the numbers are the reading order"
+
+
+def test_tests_stand_in_the_folders_of_what_they_test():
+    folders = {path.parent.relative_to(REPO / "tests").as_posix() for path in (REPO / "tests").rglob("test_*.py")}
+    assert folders == {folder or "." for folder in FOLDERS}
 
 
 @pytest.mark.parametrize("room", ORDER)

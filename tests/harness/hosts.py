@@ -1,0 +1,317 @@
+"""Two machines on this one: network namespaces with an address each, a cable between them that can be pulled, and names of their own.
+
+python tests/harness/hosts.py --cuts 100          # the link is cut at random points of a run: part of `make faults`
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import psutil  # noqa: E402
+from harness import faults  # noqa: E402
+
+from multigpu_ft.launcher.commands import flags
+from multigpu_ft.run.run_dir import RunDir
+
+BIN, REPO = Path(sys.executable).parent, Path(__file__).parents[2]
+_NUMBERS = itertools.count()
+
+
+def missing():
+    "Why there can be no network namespaces here, if there cannot."
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        return "needs root and iproute2 for network namespaces"
+    probe = f"probe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True)
+    return f"needs the right to make network namespaces: {made.stderr.strip()}" if made.returncode else None
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class Hosts:
+    "`count` machines at a switch. Files are what they are on this one; who is to have a disk of his own gets a folder of his own."
+
+    def __init__(self, count=2):
+        self.tag = f"{os.getpid():x}{next(_NUMBERS)}"
+        self.switch, self.names = f"sw{self.tag}", [f"h{i}x{self.tag}" for i in range(count)]
+        self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
+        self.started = []
+
+    def __enter__(self):
+        ip("netns", "add", self.switch)
+        ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "bridge", "up")
+        for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            ip("netns", "add", name)
+            ip("-n", self.switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", self.switch, "link", "set", f"port{number}", "master", "bridge", "up")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        return self
+
+    def __exit__(self, *_):
+        for process in self.started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+            process.kill()
+            process.wait()
+        for name in [*self.names, self.switch]:
+            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def cut(self, host=1):
+        "Pull the cable of `host` out of the switch: nothing arrives any more, and nobody is told."
+        ip("-n", self.switch, "link", "set", f"port{host}", "nomaster")
+
+    def mend(self, host=1):
+        ip("-n", self.switch, "link", "set", f"port{host}", "master", "bridge")
+
+    def start(self, host, *words, log=None, **env):
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            self.names[host],
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            'hostname "$0"; exec "$@"',
+            f"host{host}",
+            *map(str, words),
+        ]
+        out = open(log, "w") if log else subprocess.PIPE
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        self.started.append(process)
+        return process
+
+    def pod(self, host, name, template, environment, config, shared):
+        """What Kubernetes makes of `template` as pod number `host` of job `name`: its command is process 1, its root may only be read, its hosts have names.
+
+        `config` and `shared` are folders of this machine. Users are not changed: the interpreter of a developer may be readable by root only."""
+        hosts = Path("/etc/netns", self.names[host], "hosts")
+        hosts.parent.mkdir(parents=True, exist_ok=True)
+        hosts.write_text(
+            "127.0.0.1 localhost\n"
+            + "".join(f"{a} {name}-{n}.{name} {name}-{n}\n" for n, a in enumerate(self.addresses))
+        )
+        container = template["spec"]["containers"][0]
+        command = [word.replace("$(JOB_COMPLETION_INDEX)", str(host)) for word in container["command"]]
+        binds = "".join(
+            f"mkdir -p .{path}; mount --rbind {path} .{path}; " for path in (sys.prefix, sys.base_prefix, REPO)
+        )
+        script = (
+            f"set -e; hostname {name}-{host}; mount --make-rprivate /; mount -t tmpfs tmpfs /mnt; mkdir /mnt/upper /mnt/work /mnt/root; "
+            "mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root; cd /mnt/root; mkdir -p config shared home/multigpu-ft; "
+            f"mount -t tmpfs tmpfs tmp; {binds} "  # in this order: the checkout may lie in /tmp
+            f"mount --bind {config} config; mount -o remount,bind,ro config; mount --bind {shared} shared; mount -t tmpfs tmpfs home/multigpu-ft; "
+            "mount --bind /etc/hosts etc/hosts; mount --rbind /dev dev; mount -t proc proc proc; mount -o remount,bind,ro /mnt/root; "
+            'exec chroot . "$@"'
+        )
+        env = {
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "JOB_COMPLETION_INDEX": str(host),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self.names[host],
+            "unshare",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            *command,
+        ]
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        )
+        self.started.append(process)
+        return process
+
+    def rdzv(self, port=29400):
+        return f"{self.addresses[0]}:{port}"
+
+    def train(self, host, cfg, *more, rdzv=None, **env):
+        "`multigpu-ft train` as node `host`."
+        command = [
+            BIN / "multigpu-ft",
+            "train",
+            *shlex.split(flags(cfg, leave=())),
+            "--node-rank",
+            host,
+            "--rdzv",
+            rdzv or self.rdzv(),
+            *more,
+        ]
+        return self.start(host, *command, **env)
+
+
+def wait(processes, seconds=200):
+    "The exit codes of `processes`, and what they printed."
+    until, ends = time.monotonic() + seconds, []
+    for process in processes:
+        text, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+        ends.append((process.returncode, text))
+    return [code for code, _ in ends], [text or "" for _, text in ends]
+
+
+def workers(folder):
+    "Supervisors, agents and ranks of the runs under `folder`."
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            if (
+                process.status() != psutil.STATUS_ZOMBIE
+                and any(w.startswith("multigpu_ft.") for w in words)
+                and words[-1].startswith(str(folder))
+            ):
+                found.append(process)
+    return found
+
+
+def losses(run_dir):
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in RunDir(run_dir).metrics()]
+
+
+class Cuts:
+    """The link is cut at a random point of a run, mended when all ranks are gone, and the run goes on; again and again.
+
+    In the end losses and weights are, bit for bit, those of a run that nobody disturbed."""
+
+    def __init__(self, folder, material, server, seed=0, strategy="fsdp", shared=True, nproc=2, timeout_s=5):
+        self.server, self.folder, self.random, self.shared = server, Path(folder), random.Random(seed), shared
+        self.cfg = faults.config(
+            material,
+            self.folder / "runs",
+            strategy=strategy,
+            num_epochs=30,
+            save_every=10,
+            keep=2,
+            nnodes=2,
+            nproc=nproc,
+            timeout_s=timeout_s,
+            join_timeout_s=60,
+            max_restarts=10_000,
+            resume_file="none",
+        )
+        self.gone, self.steps, self.restarts = [], [], 0
+
+    def expected(self):
+        "Losses and weights of a run of as many ranks on one machine."
+        self.server.finish(
+            self.cfg.replace(run_name="calm", nnodes=1, nproc=2 * self.cfg.nproc, max_restarts=0), seconds=300
+        )
+        return self._outcome("calm")
+
+    def _outcome(self, name):
+        run = RunDir(self.folder / "runs" / name)
+        return losses(run.path), faults.final_state(run.checkpoints()[-1])
+
+    def _config(self, host, name):
+        return self.cfg.replace(
+            run_name=name, run_root=str(self.folder / ("runs" if self.shared or host == 0 else f"disk{host}"))
+        )
+
+    def trial(self, hosts, run, nodes):
+        "One cut, while the supervisors meet, while ranks import, load, train or save. Both machines have to be rid of all ranks in time."
+        in_training = self.random.random() < 0.7
+        while in_training and run.status()["state"] != "running" and nodes[0].poll() is None:
+            time.sleep(0.05)
+        time.sleep(self.random.uniform(0, 3 if in_training else 6))
+        hosts.cut()
+        began = time.monotonic()
+        ranks = {p for p in workers(self.folder) if "multigpu_ft.launcher.supervisor" not in p.cmdline()}
+        while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks):
+            assert time.monotonic() - began < self.cfg.timeout_s + 10, (
+                f"{ranks} are there {time.monotonic() - began:.1f} s after the cut"
+            )
+            time.sleep(0.05)
+        self.gone.append(time.monotonic() - began)
+        self.steps.append(run.status().get("step", 0))
+        time.sleep(self.random.uniform(0, 2))
+        hosts.mend()
+
+    def run(self, count):
+        expected = self.expected()
+        with Hosts() as hosts:
+            for number in itertools.count(1):
+                name = f"cut{number}"
+                run = RunDir(self.folder / "runs" / name)
+                nodes = [hosts.train(n, self._config(n, name), log=self.folder / f"node{n}.log") for n in range(2)]
+                while len(self.gone) < count and nodes[0].poll() is None:
+                    self.trial(hosts, run, nodes)
+                codes, _ = wait(nodes, 300)
+                assert codes == [0, 0], "\n".join((self.folder / f"node{n}.log").read_text()[-3000:] for n in range(2))
+                assert self._outcome(name) == expected, "losses or weights are not those of a run that nobody disturbed"
+                assert not workers(self.folder)
+                self.restarts += sum(remark.startswith("restart") for remark in run.status().get("remarks", []))
+                if len(self.gone) == count:
+                    break
+        return {
+            "cuts": count,
+            "runs": number,
+            "restarts": self.restarts,
+            "steps": self.steps,
+            "gone_s": [round(s, 2) for s in self.gone],
+        }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cuts", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    found = {}
+    for shared in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            material = faults.make_material(Path(folder))
+            server = faults.Server(material / "model")
+            found["one disk" if shared else "two disks"] = Cuts(
+                folder, material, server, asked.seed, shared=shared
+            ).run(asked.cuts // 2)
+            server.close()
+    for name, result in found.items():
+        times = result["gone_s"]
+        print(
+            f"{name}: {result['cuts']} cuts, {result['restarts']} restarts, ranks gone after {statistics.median(times):.1f} s, {max(times):.1f} s at most"
+        )
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Notebooks, run as papermill or a frontend runs them."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from harness.runs import BIN
+from jupyter_client import KernelManager
+
+
+class Kernel:
+    "A notebook kernel, driven as a frontend drives it."
+
+    def __init__(self, cwd, env):
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(cwd=str(cwd), env={**os.environ, **env})
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self._stacks = tempfile.NamedTemporaryFile("r", prefix="kernel-stacks-")
+        register = f"faulthandler.register(signal.SIGUSR1, open({self._stacks.name!r}, 'w'))"
+        self.client.execute_interactive(
+            f"import faulthandler, signal; {register}; del faulthandler, signal", silent=True, timeout=60
+        )
+
+    def run(self, code, timeout=120):
+        "Execute `code`; returns what it printed or showed, and raises `CellError` as the frontend shows an error."
+        return self.start(code).result(timeout)
+
+    def start(self, code):
+        "Execute `code` without waiting; `.result()` waits for what `run` returns or raises."
+        return _Cell(self.client, self.client.execute(code), self.stacks)
+
+    @property
+    def pid(self):
+        return self.manager.provisioner.pid
+
+    def stacks(self):
+        "Where its threads are at the moment."
+        os.kill(self.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return self._stacks.read()
+
+    def shutdown(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        self._stacks.close()
+
+
+class CellError(Exception):
+    def __init__(self, name, value, output):
+        super().__init__(f"{name}: {value}")
+        self.name, self.value, self.output = name, value, output
+
+
+class _Cell:
+    def __init__(self, client, message_id, stacks):
+        self.client, self.id, self._stacks = client, message_id, stacks
+
+    def result(self, timeout=60):
+        end, shown, error, before = time.monotonic() + timeout, [], None, None
+        while True:
+            try:
+                message = self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(
+                    f"the cell is still running after {timeout} s; it showed: {shown}; its threads:\n{self._stacks()}"
+                ) from None
+            kind, content = message["msg_type"], message["content"]
+            if message["parent_header"].get("msg_id") != self.id:
+                continue
+            if kind == "stream" == before:  # what is printed later goes on where it was
+                shown[-1] += content["text"]
+            elif kind == "stream":
+                shown.append(content["text"])
+            elif kind in ("display_data", "execute_result", "update_display_data"):
+                shown.append(content["data"].get("text/plain", ""))
+            elif kind == "error":
+                error = CellError(content["ename"], content["evalue"], "\n".join(shown))
+            elif kind == "status" and content["execution_state"] == "idle":
+                if error:
+                    raise error
+                return "\n".join(shown)
+            before = kind
+
+
+def papermill(*arguments, cwd, env=None, timeout=300):
+    return subprocess.run(
+        [BIN / "papermill", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def outputs(notebook):
+    "All text that the notebook shows."
+    cells = json.loads(Path(notebook).read_text())["cells"]
+    found = [o for c in cells for o in c.get("outputs", [])]
+    return "\n".join(
+        "".join(o.get("text", ""))
+        + "".join(o.get("data", {}).get("text/plain", ""))
+        + "\n".join(o.get("traceback", []))
+        for o in found
+    )

@@ -1,0 +1,117 @@
+"""Runs seen from outside: where things are, their processes, and what they wrote."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPO = Path(__file__).parents[2]
+NBS = REPO / "nbs"
+BIN = Path(sys.executable).parent
+DATA = REPO.parent / "shared" / "data"
+
+
+def slow(*values):
+    "Parameters of a test that `make test` leaves to `make test-slow`."
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def multigpu_ft(*arguments, cwd, **env):
+    return subprocess.run(
+        [BIN / "multigpu-ft", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def processes(run_root):
+    "Agents and ranks of runs under `run_root`: their command lines name it."
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = process.cmdline()
+            if (
+                process.status() != psutil.STATUS_ZOMBIE
+                and "-m" in line
+                and any(str(run_root) in word for word in line)
+            ):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def until(condition, seconds, what):
+    "Wait for `condition()` to be true and return it; fail after `seconds`."
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds} s: {what}")
+
+
+def ranks(run_dir):
+    "Process ids of the ranks."
+    return json.loads((run_dir / "status.json").read_text())["pids"]["ranks"]
+
+
+def running(run_root, steps=3):
+    "The directory of the one run under `run_root`, once it has logged `steps` steps."
+
+    def ready():
+        for metrics in run_root.glob("*/metrics.jsonl"):
+            if (
+                metrics.read_text().count("\n") >= steps
+                and json.loads((metrics.parent / "status.json").read_text())["state"] == "running"
+            ):
+                return metrics.parent
+
+    try:
+        return until(
+            ready, 120, "a run that trains"
+        )  # Python starts four times, which takes a minute where others do that, too
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{_evidence(run_root)}") from None
+
+
+def _evidence(run_root):
+    "Why a run may not have got on: where its ranks are, what they wrote, and who else has the processors."
+    busy = list(psutil.process_iter())
+    for process in busy:
+        _percent(process)
+    for process in processes(run_root):
+        if "multigpu_ft.training" in process.cmdline():
+            process.send_signal(signal.SIGUSR1)
+    time.sleep(2)
+    lines = [f"load {os.getloadavg()}, {psutil.virtual_memory().available:,} bytes of memory free"]
+    lines += [f"{percent:.0f} % {line[:200]}" for percent, line in sorted(map(_percent, busy), reverse=True)[:12]]
+    for path in sorted(run_root.glob("*/*.json*")) + sorted(run_root.glob("*/logs/*")):
+        lines += [f"--- {path}", path.read_text()[-3000:]]
+    return "\n".join(lines)
+
+
+def _percent(process):
+    "Per cent of a processor since the last call, and the command line."
+    try:
+        return process.cpu_percent(), f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
+    except psutil.Error:  # it ended, or is another user's
+        return 0.0, "?"
+
+
+def error_of(run_dir):
+    return (
+        "".join(
+            json.loads(path.read_text())["message"]["message"] for path in sorted(run_dir.path.glob("errors/*.json"))
+        )
+        or run_dir.log_file(0).read_text()
+    )

@@ -1,0 +1,35 @@
+"""File systems of a few megabytes, which fill up."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def small_disk(size):
+    "Mount a file system of `size` bytes. Skips the test where that is not possible."
+    folder = Path(tempfile.mkdtemp(prefix="small-disk-"))
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        folder.rmdir()
+        pytest.skip(f"needs the right to mount a small file system: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+        folder.rmdir()
+
+
+def leave(folder, free):
+    "Fill the disk of `folder` until `free` bytes are left."
+    filler = folder / "filler"
+    filler.unlink(missing_ok=True)
+    with open(filler, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(folder).free - free))

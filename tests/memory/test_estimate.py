@@ -1,0 +1,383 @@
+"""`estimate`: what it says, what it refuses, who asks it. How near it comes to real runs is `bench/memory.py`'s to say; a few of those are here, too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness.runs import BIN, REPO
+
+from multigpu_ft import ConfigError, ModelError, RunConfig, estimate, launch
+from multigpu_ft.memory.api import gpus_here, plan_memory
+from multigpu_ft.memory.fit import NoEstimate, Simulations, _guess, decide, remedies, simulations
+from multigpu_ft.run.environment import GPU, find_gpu
+
+sys.path.insert(0, str(REPO / "bench"))
+import memory as bench  # noqa: E402
+
+OPT = {
+    "model": "facebook/opt-1.3b",
+    "dataset": "user/abstracts",
+    "dtype": "fp16",
+    "batch_size": 4,
+    "max_length": 512,
+    "activation_checkpointing": "none",
+}
+SMALL = {"dataset": "user/abstracts", "max_length": 64, "dtype": "fp16"}
+T4 = find_gpu("T4")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    "Of this file alone, so that nothing is known from elsewhere."
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def opt():
+    return estimate(RunConfig(strategy="fsdp", **OPT), gpus=2, gpu_memory_gib="T4")
+
+
+@pytest.fixture(scope="module")
+def ask():
+    with simulations() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def little(tmp_path_factory):
+    "OPT's vocabulary on two narrow blocks: half a GiB of weights, gradients and moments."
+    folder = tmp_path_factory.mktemp("little")
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                **bench.OPT,
+                "vocab_size": 50272,
+                "hidden_size": 512,
+                "word_embed_proj_dim": 512,
+                "ffn_dim": 2048,
+                "num_hidden_layers": 2,
+            }
+        )
+    )
+    return RunConfig(
+        model=str(folder),
+        dataset="user/abstracts",
+        strategy="ddp",
+        dtype="fp16",
+        batch_size=4,
+        max_length=256,
+        activation_checkpointing="none",
+    )
+
+
+@pytest.fixture
+def two_t4(tmp_path, monkeypatch):
+    "A machine whose nvidia-smi tells of two T4s."
+    script = tmp_path / "bin" / "nvidia-smi"
+    script.parent.mkdir()
+    script.write_text('#!/bin/sh\nfor i in 0 1; do echo "$i, GPU-$i, Tesla T4, 15360, 0, 550.1, 7.5"; done\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+# -- what it says ---------------------------------------------------------------------------------------------------
+
+
+def test_opt_13b_on_two_t4_is_what_the_hand_computes(opt):
+    half = 1_315_758_080 / 2 * 4 / 2**30  # GiB of fp32 on each of two
+    assert opt.categories["parameters"] == pytest.approx(half, abs=0.01) and opt.categories[
+        "optimizer"
+    ] == pytest.approx(2 * half, abs=0.02)
+    assert list(opt.phases) == ["load", "first step", "later step", "save"]
+    assert opt.simulation.found["peaks"][1]["categories"]["gradients"] / 2**30 == pytest.approx(half, abs=0.02), (
+        "all of them are there before the first update"
+    )
+    assert sum(opt.categories.values()) == pytest.approx(opt.peak_gib) and opt.limit_gib == pytest.approx(15109 / 1024)
+    assert opt.fits and opt.fit() is opt.config and opt.settings()["parameters"] == 1_315_758_080
+    assert opt.disk_gib["checkpoint"] == pytest.approx(6 * half) and opt.disk_gib["export"] == pytest.approx(half), (
+        "fp32 with two moments; fp16"
+    )
+    assert opt.host_gib["load"] > 2 * half, "rank 0 reads all of it in fp32"
+    assert opt.hours and opt.hours == pytest.approx(5000 * 512 / opt.tokens_per_second / 3600)
+    assert any("keep=2" in remark for remark in opt.remarks), (
+        "three checkpoints of 14.7 GiB are more than Kaggle's disk"
+    )
+
+
+def test_it_shows_in_a_notebook_and_as_text(opt):
+    html, text = opt._repr_html_(), str(opt)
+    assert "data:image/png;base64," in html and "CUDA context" in html and "<table>" in html
+    for words in ("14.75", "optimizer", "checkpoint", "assumed:", "tokens/s", "peak on each GPU"):
+        assert words in text, words
+    assert repr(opt).startswith("Estimate(fits") and "\n" not in opt.line
+    axes = opt.plot().axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(opt.phases)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_told_with_what_would(little):
+    found = estimate(little, gpus=2, gpu_memory_gib=1.2)
+    assert found.verdict == "does not fit" and not found.fits and found.remedies
+    fitting = found.fit()
+    assert fitting != found.config and estimate(fitting, gpus=2, gpu_memory_gib=1.2).fits
+    assert (fitting.batch_size * fitting.accum_steps, fitting.max_length, fitting.model) == (4, 256, little.model), (
+        "the global batch stays"
+    )
+    assert f"cfg.replace({next(iter(found.remedies[0].changes))}=" in found._repr_html_()
+
+
+@pytest.mark.slow
+def test_changes_are_offered_in_the_order_of_speed(ask, little):
+    t4 = GPU("T4 of which little is left", 1300, T4.capability, T4.flops, T4.bandwidth, T4.link)
+    found = remedies(ask, decide(ask, little, t4, 2))
+    speeds = [r.tokens_per_second for r in found if "tuning" not in r.changes]
+    assert (
+        len(speeds) > 1
+        and speeds == sorted(speeds, reverse=True)
+        and any(r.changes.get("strategy") == "fsdp" for r in found)
+    )
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_that_is_said(little):
+    found = estimate(
+        little.replace(tuning="qlora", batch_size=1, strategy="fsdp", activation_checkpointing="full"),
+        gpus=2,
+        gpu_memory_gib=0.66,
+    )
+    assert (
+        not found.remedies
+        and "nothing that was tried would fit" in str(found)
+        and found.tokens_per_second is None
+        and found.hours is None
+    )
+    with pytest.raises(ConfigError, match="None of the changes that were tried"):
+        found.fit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation_checkpointing": "full"}, {"strategy": "fsdp"}, {"tuning": "lora", "quantization": "none"}],
+)
+def test_a_guess_from_few_blocks_is_near(ask, changes):
+    cfg = RunConfig(**{**OPT, "model": "facebook/opt-125m", "strategy": "ddp", **changes})
+    assert _guess(ask, cfg, T4, 2).used == pytest.approx(ask_all(ask, cfg), rel=0.02)
+
+
+def ask_all(ask, cfg):
+    return max(peak["bytes"] for peak in ask(cfg, T4, 2)["peaks"])
+
+
+def test_hybrid_sharding_takes_what_sharding_over_one_node_takes(ask, little):
+    full = little.replace(strategy="fsdp")
+    hybrid = full.replace(sharding="hybrid_shard", nnodes=2)
+
+    def kept(cfg, gpus):
+        return next(p for p in ask(cfg, T4, gpus)["peaks"] if p["phase"] == "save")["categories"]
+
+    assert kept(hybrid, 4) == kept(full, 2)
+    # but for what does not divide by four
+    assert kept(full.replace(nnodes=2), 4)["optimizer"] == pytest.approx(kept(full, 2)["optimizer"] / 2, rel=0.02)
+    with pytest.raises(ConfigError, match="cannot be shared out evenly over nnodes=2"):
+        estimate(hybrid, gpus=3, gpu_memory_gib="T4")
+
+
+def test_auto_is_ddp_where_it_fits(ask, little):
+    "Everything on each GPU, or half of it."
+    auto = little.replace(strategy="auto")
+    assert (
+        decide(ask, auto, T4, 2).cfg.strategy == "ddp"
+        and decide(ask, auto, GPU("less", 1300, (7, 5)), 2).cfg.strategy == "fsdp"
+    )
+    assert decide(ask, auto, T4, 1).cfg.strategy == "single"
+
+
+@pytest.mark.slow
+def test_auto_recomputes_as_few_blocks_as_fit(ask):
+    cfg = RunConfig(strategy="ddp", dtype="fp16", dataset="a/b", batch_size=64, max_length=128)
+    none, full = (decide(ask, cfg.replace(activation_checkpointing=way), T4, 2) for way in ("none", "full"))
+    assert full.peak < none.peak and decide(ask, cfg, T4, 2).found["every"] == 0
+    between = GPU("between", (none.peak + full.peak) / 2 / 2**20, (7, 5))
+    assert decide(ask, cfg, between, 2).found["every"] in (1, 2, 3, 4)
+    assert decide(ask, cfg, GPU("full", full.peak / 2**20, (7, 5)), 2).found["every"] == 1
+
+
+def test_bf16_is_not_for_a_t4(ask, little):
+    auto = little.replace(dtype="auto")
+    assert decide(ask, auto, T4, 2).cfg.dtype == "fp16" and decide(ask, auto, find_gpu("H100"), 2).cfg.dtype == "bf16"
+    assert any(
+        "emulation" in remark for remark in estimate(little.replace(dtype="bf16"), gpus=2, gpu_memory_gib="T4").remarks
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, gpus, memory, settings, words",
+    [
+        (ConfigError, 2, "T5", {}, "known are T4"),
+        (ConfigError, 2, -3, {}, "there is no GPU of this name"),
+        (ConfigError, 2, 0, {}, "no size of a GPU"),
+        (ConfigError, 0, "T4", {}, "gpus=0"),
+        (ConfigError, True, "T4", {}, "gpus=True"),
+        (ConfigError, 2, "T4", {"strategy": "single"}, "cannot run on 2 GPUs"),
+        (ModelError, 2, "T4", {"model": "nobody/has-this"}, "the shape of 'nobody/has-this' is not known"),
+        (ModelError, 2, "T4", {"model": "facebook/opt-125m", "max_length": 4096}, "2048 positions"),
+        (ModelError, 2, "T4", {"tuning": "lora", "quantization": "none", "lora_target_modules": "q_porj"}, "q_proj"),
+    ],
+)
+def test_what_cannot_be_is_told(kind, gpus, memory, settings, words, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(kind, match=words):
+        estimate(RunConfig(**{"max_length": 64, **settings}), gpus=gpus, gpu_memory_gib=memory)
+
+
+@pytest.mark.slow
+def test_a_model_in_a_folder_without_weights(tmp_path):
+    "`config.json` is all it takes."
+    cfg = RunConfig(model=str(tmp_path), tuning="qlora", strategy="ddp", activation_checkpointing="none", **SMALL)
+    (tmp_path / "config.json").write_text(json.dumps({**bench.QWEN, "num_hidden_layers": 2}))
+    found = estimate(cfg, gpus=2, gpu_memory_gib="T4")
+    assert found.settings()["quantization"] == "4bit" and found.fits
+    (tmp_path / "config.json").write_text(json.dumps({**bench.QWEN, "num_hidden_layers": 3}))
+    other = estimate(cfg, gpus=2, gpu_memory_gib="T4")
+    assert other.settings()["parameters"] > found.settings()["parameters"], (
+        "another model in the same folder is another model"
+    )
+
+
+@pytest.mark.slow
+def test_an_answer_is_kept_and_a_process_is_not(monkeypatch):
+    cfg, t4 = RunConfig(strategy="ddp", **SMALL), find_gpu("T4")
+    with simulations() as ask:
+        first = ask(cfg, t4, 2)
+        process = ask._process
+        assert ask.asked in (0, 1)
+    assert process is None or process.poll() is not None
+    monkeypatch.setattr(Simulations, "_known", {})
+    with simulations() as ask:
+        assert ask(cfg, t4, 2) == first and ask.asked == 0
+    with simulations() as ask:
+        with pytest.raises(NoEstimate, match="without an answer"):
+            ask(cfg.replace(max_length=65), t4, 2)  # starts it
+            ask._process.kill()
+            ask._process.wait()
+            ask(cfg.replace(max_length=66), t4, 2)
+
+
+def test_the_kernel_side_imports_no_torch():
+    code = "import sys; from multigpu_ft import estimate, RunConfig; print(estimate(RunConfig(max_length=64), 2, 'T4').line); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- near to what happens -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora, fsdp", "qlora"])
+def test_it_is_near_to_a_real_run(name, tmp_path):
+    "Bytes of torch's CPU allocator in 2 real ranks. bench/memory.py does this for 21 configurations."
+    predicted, measured, _ = bench.compare(name)
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
+# -- who asks it ----------------------------------------------------------------------------------------------------
+
+
+def test_command_line(monkeypatch):
+    arguments = [BIN / "multigpu-ft", "estimate", "--preset", "opt-1.3b-arxiv", "--gpus", "2", "--json"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["fits"] is True and 8 < found["peak_gib"] < 14.75 and found["gpu"] == "T4" and found["gpus"] == 2
+    assert (
+        sum(found["categories"].values()) == pytest.approx(found["peak_gib"], abs=0.02) and found["verdict"] == "fits"
+    )
+    for wrong, words in (
+        (["--gpus", "0"], "gpus=0"),
+        (["--gpus", "two"], "no number of GPUs"),
+        (["--gpu-memory-gib", "T5"], "T5"),
+    ):
+        done = subprocess.run([BIN / "multigpu-ft", "estimate", *wrong], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 1 and "ConfigError" in done.stderr and words in done.stderr
+
+
+def test_launch_refuses_what_cannot_fit(two_t4, tmp_path, little):
+    cfg = little.replace(batch_size=2048, run_root=str(tmp_path / "runs"))
+    with pytest.raises(
+        ConfigError, match=r"does not fit: .* of 14.8 GiB on each of 2 x T4.* This would: cfg.replace\(.*force=True"
+    ):
+        launch(cfg)
+    assert not list((tmp_path / "runs").glob("*")), "before anything is made"
+    for lets_pass in ({"force": True}, {"cfg": cfg.replace(memory_check="warn")}):
+        plan, said = plan_memory(**{"cfg": cfg, **lets_pass})
+        assert said and said[0].startswith("does not fit") and plan["decided"]["strategy"] == "ddp"
+    assert plan_memory(cfg.replace(memory_check="off")) == ({}, [])
+    plan, said = plan_memory(cfg.replace(model="nobody/has-this"))
+    assert plan == {} and "not known beforehand" in said[0]
+
+
+def test_a_run_keeps_to_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, monkeypatch):
+    run = launch(RunConfig(run_root=str(tmp_path / "runs"), end_idx=40, max_length=64, num_epochs=1))
+    plan = run.dir.plan()
+    assert (
+        plan["gpu"] == "T4"
+        and plan["gpus"] == 2
+        and plan["decided"] == {"strategy": "ddp", "activation_checkpointing": "none"}
+    )
+    assert run.status["strategy_reason"] == "2 processes on a CPU", "no T4 there after all"
+    from multigpu_ft.distributed.world import World
+    from multigpu_ft.training.setup import _as_planned
+
+    there = SimpleNamespace(total_memory=plan["memory_mib"] * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
+    plan["decided"] = {"strategy": "fsdp", "activation_checkpointing": 2}
+    on_gpu = World(0, 0, 2, torch.device("cuda", 0))
+    cfg, reason = _as_planned(RunConfig(), plan, on_gpu)
+    assert (cfg.strategy, cfg.activation_checkpointing, reason) == ("fsdp", 2, plan["line"])
+    cfg, reason = _as_planned(RunConfig(strategy="ddp"), plan, on_gpu)
+    assert (cfg.strategy, cfg.activation_checkpointing, reason) == ("ddp", 2, None), "what is set stays"
+    assert _as_planned(RunConfig(), plan, World(0, 0, 4, torch.device("cuda", 0))) == (RunConfig(), None)
+    there.total_memory *= 2
+    assert _as_planned(RunConfig(), plan, on_gpu) == (RunConfig(), None)
+
+
+def test_the_gpus_of_this_machine(two_t4):
+    found = estimate(RunConfig(max_length=64))
+    assert found.gpus == 2 and found.gpu.name == "T4" and found.limit_gib == pytest.approx(15109 / 1024)
+    assert estimate(RunConfig(max_length=64, nproc=1)).gpus == 1
+
+
+def test_of_different_gpus_those_count_that_the_run_would_take(two_t4, tmp_path, monkeypatch):
+    smi = tmp_path / "bin" / "nvidia-smi"
+    lines = (
+        "0, GPU-a, NVIDIA A100-SXM4-80GB, 81920, 0, 550.1, 8.0",
+        "1, GPU-b, Tesla T4, 15360, 0, 550.1, 7.5",
+        "2, GPU-c, Tesla T4, 15360, 0, 550.1, 7.5",
+    )
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    for visible, names in (
+        ("2,1", ["T4", "T4"]),
+        ("GPU-b", ["T4"]),
+        ("1,0", ["T4", "A100"]),
+        ("7,0", []),
+        ("1,-1,0", ["T4"]),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu.name for gpu in gpus_here()] == names, visible
+    smi.write_text("#!/bin/sh\nexec sleep 9\n")
+    monkeypatch.setattr("multigpu_ft.run.environment._ANSWER_S", 0.1)
+    assert gpus_here() == [], "launch is not held up by a driver that gives no answer"
+
+
+def test_the_bench_has_results():
+    results = json.loads((Path(bench.RESULTS) / "memory.json").read_text())
+    assert len(results["rows"]) >= 12 and results["median_error"] <= 0.03 and results["worst_error"] <= 0.08

@@ -1,0 +1,380 @@
+"""The form, driven from Python: its inputs are widgets, and setting one's value is what the browser does."""
+
+import re
+import shlex
+import sys
+import threading
+import time
+from html import unescape
+from types import SimpleNamespace
+
+import ipywidgets
+import pytest
+from harness.runs import until
+from papermill.cli import _resolve_type
+
+import multigpu_ft
+from multigpu_ft import ConfigError, RunConfig, config_form, form
+from multigpu_ft.run.config import PRESET_NEEDS, PRESETS
+
+
+@pytest.fixture(autouse=True)
+def no_estimates(monkeypatch):
+    "Each takes a core for seconds. One put off is called off: in the same process ten minutes of other tests may follow."
+    monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 600)
+    yield
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.cancel()
+
+
+TINY = {"end_idx": 64, "batch_size": 8, "packing": "padded", "nproc": 1, "max_steps": 3}
+
+
+def note(f, name):
+    "What is said beside a field."
+    html = next(field.note.value for field in f._fields if field.name == name)
+    return unescape(re.sub(r"<[^>]*>", " ", html))
+
+
+def shown(widget):
+    return unescape(re.sub(r"<[^>]*>", "\n", widget.value))
+
+
+def tab(f, group):
+    return f._tabs.titles[f._groups.index(group)]
+
+
+def called(f):
+    "The configuration that the Python call launches."
+    return eval(f.call, {"launch": lambda cfg: cfg, "RunConfig": RunConfig})
+
+
+def commanded(f):
+    "The configuration that the papermill command launches, read as papermill reads it."
+    program, notebook, out, *words = shlex.split(f.command)
+    assert (program, notebook.endswith("train.ipynb"), out) == ("papermill", True, "out.ipynb") and len(words) % 3 == 0
+    triples = [words[i : i + 3] for i in range(0, len(words), 3)]
+    assert {how for how, _, _ in triples} <= {"-p", "-r"}
+    return RunConfig.from_namespace(
+        {name: _resolve_type(value) if how == "-p" else value for how, name, value in triples}
+    )
+
+
+def agrees(f):
+    assert called(f) == commanded(f) == f.config
+    return True
+
+
+def test_every_field_has_an_input_a_label_and_help_under_its_group():
+    f = form()
+    assert list(f.inputs) == list(RunConfig.model_fields)
+    for name, info in RunConfig.model_fields.items():
+        assert f.inputs[name].description == name and info.description in note(f, name)
+        page = f._tabs.children[f._groups.index(info.json_schema_extra["group"])]
+        assert any(f.inputs[name] in (child, *getattr(child, "children", ())) for child in page.children)
+    assert f.config == RunConfig() and agrees(f)
+
+
+def test_an_input_is_of_its_fields_type_and_bounds():
+    f, w = form(), ipywidgets
+    types = {
+        "strategy": w.Dropdown,
+        "merge_adapter": w.Checkbox,
+        "weight_decay": w.Text,
+        "activation_checkpointing": w.Combobox,
+        "batch_size": w.Text,
+        "nproc": w.Text,
+        "learning_rate": w.Text,
+        "model": w.Text,
+        "lora_r": w.Text,
+    }
+    assert {name: type(f.inputs[name]) for name in types} == types
+    sliders = {
+        field.name: (type(field.slider), field.slider.min, field.slider.max) for field in f._fields if field.slider
+    }
+    assert sliders == {"lora_dropout": (w.FloatSlider, 0, 0.9), "weight_decay": (w.FloatSlider, 0, 1)}
+    assert f.inputs["strategy"].options == tuple(
+        (s, s) for s in ("auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3")
+    )
+    assert f.inputs["activation_checkpointing"].options == ("auto", "none", "full")
+    assert f.inputs[
+        "end_idx"
+    ].placeholder == "empty: start_idx + slice_size or the end of the data" and "1 to 1024" in note(f, "lora_r")
+
+
+def test_a_new_field_appears_by_itself():
+    from typing import Literal
+
+    from pydantic import Field
+
+    def made(annotation, default, **bounds):
+        namespace = {
+            "__annotations__": {"x": annotation},
+            "x": Field(default, description="new; empty: nothing", json_schema_extra={"group": "new"}, **bounds),
+        }
+        info = type("M", (multigpu_ft.run.config.BaseModel,), namespace).model_fields["x"]
+        return config_form._Field("x", info, ipywidgets.Layout())
+
+    number = made(int, 3, ge=1, le=8)
+    assert isinstance(number.slider, ipywidgets.IntSlider) and not made(int, 3, ge=1, le=100).slider
+    for text in ("5", "5.5", "50", ""):
+        number.input.value = text
+        assert number.input.value == text and number.slider.value == 5
+    assert isinstance(made(bool | None, None).input, ipywidgets.Text)
+    optional = made(Literal["a", "b"] | None, None)
+    assert optional.input.options[0] == ("(empty)", None) and optional.read() == {"x": None}
+    text = made(str | None, None)
+    assert text.read() == {"x": None} and text.input.placeholder == "empty: nothing"
+
+
+def test_an_error_is_beside_its_field_as_long_as_it_lasts():
+    f = form()
+    f.inputs["batch_size"].value = "0"
+    assert "✗ input should be greater than or equal to 1" in note(f, "batch_size") and "✗" not in note(f, "accum_steps")
+    assert "✗" in tab(f, "training") and "✗" not in tab(f, "data")
+    assert (
+        f._run_button.disabled and "batch_size: input should be" in shown(f._message) and "launch(" not in f._code.value
+    )
+    assert "multigpu-wrong" in f.inputs["batch_size"]._dom_classes and "batch_size" in repr(f)
+    for ask in (lambda: f.config, lambda: f.call, lambda: f.command):
+        with pytest.raises(ConfigError, match="batch_size='0': input should be"):
+            ask()
+    f.inputs["batch_size"].value = "16"
+    assert "✗" not in note(f, "batch_size") + "".join(f._tabs.titles) + f._message.value
+    assert (
+        f.config.batch_size == 16
+        and not f._run_button.disabled
+        and "multigpu-wrong" not in f.inputs["batch_size"]._dom_classes
+    )
+
+
+def test_what_is_half_typed_stays_as_it_is():
+    f = form()
+    for text in ("1", "1e", "1e-", "1e-4", " 1e-4", "", "-"):
+        f.inputs["learning_rate"].value = text
+        assert f.inputs["learning_rate"].value == text
+    assert "unable to parse" in note(f, "learning_rate")
+
+
+def test_a_slider_and_its_number_move_together():
+    f = form()
+    number = f.inputs["weight_decay"]
+    slider = next(field.slider for field in f._fields if field.name == "weight_decay")
+    assert (slider.value, number.value) == (0.01, "0.01")
+    slider.value = 0.25
+    assert number.value == "0.25" and f.config.weight_decay == 0.25
+    for text in ("0.", "0.0001", "2", "-", ".3"):
+        number.value = text
+        assert number.value == text, "what is typed is not rounded to the slider's step"
+    assert slider.value == 0.3 and f.config.weight_decay == 0.3
+    number.value = "0.0001"
+    slider.value = 0.0  # the browser rounds what it was told, and says so
+    assert number.value == "0.0001" and f.config.weight_decay == 1e-4
+    f._back.click()
+    assert slider.value == 0.01
+
+
+def test_fields_that_contradict_each_other():
+    f = form()
+    f.inputs["strategy"].value = "single"
+    f.inputs["nproc"].value = "2"
+    assert "use strategy='ddp'" in shown(f._message) and f._run_button.disabled
+    assert "✗" in note(f, "strategy") and "✗" in note(f, "nproc") and tab(f, "parallelism") == "parallelism •2 ✗"
+    f.inputs["nproc"].value = ""
+    assert "✗" not in f._message.value + note(f, "strategy") and f.config.strategy == "single"
+    f.inputs["hf_repo"].value = "no name"
+    assert "not of the form 'user/name'" in note(f, "hf_repo"), "only one field is to blame, so it is said beside it"
+
+
+def test_a_secret_is_refused_and_not_shown():
+    f, secret = form(), "hf_" + "a" * 34
+    f.inputs["hf_repo"].value = secret
+    assert "access token" in note(f, "hf_repo") and f._run_button.disabled
+    assert all(secret not in widget.value for widget in (f._message, f._code)) and secret not in note(
+        f, "hf_repo"
+    ) + repr(f)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_sets_all_fields_and_what_differs_is_marked(preset):
+    f = form()
+    f.inputs["seed"].value = "7"
+    f._picker.value = preset
+    assert f.config == RunConfig.preset(preset) and f.call == f"launch(RunConfig.preset({preset!r}))" and agrees(f)
+    assert PRESET_NEEDS[preset] in shown(f._needs) and f._back.disabled and "•" not in "".join(f._tabs.titles)
+    f.inputs["batch_size"].value, f.inputs["end_idx"].value = "3", "900"
+    assert f"• preset: {RunConfig.preset(preset).batch_size}" in note(f, "batch_size") and "• preset: empty" in note(
+        f, "end_idx"
+    )
+    assert (tab(f, "training"), tab(f, "data")) == ("training •1", "data •1") and "multigpu-changed" in f.inputs[
+        "batch_size"
+    ]._dom_classes
+    assert agrees(f) and f.call.endswith("end_idx=900, batch_size=3))")
+    f.inputs["nproc"].value = "many"
+    assert "•" in note(f, "batch_size") and tab(f, "parallelism") == "parallelism •1 ✗", (
+        "an error elsewhere does not hide what was changed"
+    )
+    f._back.click()
+    assert f.config == RunConfig.preset(preset) and f._back.disabled
+    f._picker.value = ""
+    assert f.config == RunConfig() and f.call == "launch(RunConfig())"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": "facebook/opt-125m"},
+        {"tuning": "lora"},
+        {"tuning": "lora", "learning_rate": 1e-3},
+        {"learning_rate": 3.0000000000000004e-4},
+        {"max_grad_norm": None, "save_minutes": None},
+        {"run_name": "007", "revision": "1234567", "text_field": "True"},
+        {"activation_checkpointing": 3},
+        {"max_hours": float("inf")},
+        {"run_root": "a folder/it's $HOME", "dataset": "a b.jsonl"},
+        {"start_idx": -1},
+        {"compile": True, "weight_decay": 1e-4},
+        {**PRESETS["bert-sst2-lora"], "start_idx": 9, "eval_split": None},
+        {**PRESETS["opt-1.3b-arxiv"], "learning_rate": 2e-5, "max_grad_norm": None},
+    ],
+)
+def test_all_three_outputs_mean_the_same(values):
+    cfg = RunConfig(**values)
+    f = form(cfg)
+    assert f.config == cfg and agrees(f)
+    f._build()  # from here on it is what the inputs hold
+    f._update()
+    assert f.config == cfg and agrees(f)
+    assert not f._preset or len(f.call) < len(repr(cfg)), "a preset that is near is the shortest way to say it"
+
+
+def test_what_a_preset_sets_can_be_emptied_by_papermill():
+    "In its command `none` is the only word for nothing, and only some fields take it."
+    for preset in PRESETS:
+        for name in PRESETS[preset]:
+            if type(None) in config_form._kinds(RunConfig.model_fields[name]):
+                RunConfig.preset(preset, **{name: "none"})
+
+
+def test_the_learning_rate_follows_model_and_tuning_while_it_is_empty():
+    f = form()
+    rate = f.inputs["learning_rate"]
+    assert rate.value == "" and rate.placeholder == "empty: 0.001"
+    f.inputs["model"].value = "facebook/opt-125m"
+    assert rate.placeholder == "empty: 2e-05" and f.config.learning_rate == 2e-5 and agrees(f)
+    f.inputs["tuning"].value = "lora"
+    assert (
+        rate.placeholder == "empty: 0.0002" and f.call == "launch(RunConfig(model='facebook/opt-125m', tuning='lora'))"
+    )
+    f._picker.value = "opt-1.3b-arxiv"
+    assert rate.value == "5e-06"
+    rate.value = ""
+    assert f.config.learning_rate == 2e-5 and "• preset: 5e-06" in note(f, "learning_rate") and agrees(f)
+
+
+def test_run_starts_a_run_and_waits_for_its_end(run_root):
+    f = form(RunConfig(run_root=str(run_root), **TINY))
+    f.inputs["seed"].value = "1"
+    assert f.run is None
+    f._run_button.click()
+    assert f.run.config.seed == 1 and f.run.config.max_steps == 3
+    assert (
+        f._run_button.disabled
+        and f"running: {f.run.name}" in shown(f._message)
+        and "starts from the base model" in shown(f._message)
+    )
+    first = f.run
+    f._on_run(None)  # a click that was under way
+    assert f.run is first
+    f.run.wait(timeout=120)
+    until(lambda: not f._run_button.disabled, 10, "Run can be pressed again")
+    assert f"{f.run.name}: done" in shown(f._message) and len(f.run.metrics) == 3
+
+
+def test_what_launch_refuses_is_said_in_the_form(tmp_path):
+    f = form(RunConfig(run_root=str(tmp_path / "runs"), dataset="no<such>.jsonl"))
+    f._build()
+    f._run_button.click()
+    assert (
+        "✗ DataError: dataset 'no<such>.jsonl': there is no such file" in shown(f._message).replace("\n", "")
+        and "multigpu-bad" in f._message.value
+    )
+    assert f.run is None and not f._run_button.disabled and not (tmp_path / "runs").exists()
+
+
+def test_only_what_the_button_prints_goes_to_the_form(capsys):
+    import threading
+
+    heard = config_form._Heard(sys.stdout)
+    other = threading.Thread(target=lambda: heard.write("of a cell\n"))
+    other.start()
+    other.join()
+    heard.write("of launch\n")
+    assert heard.getvalue() == "of launch\n" and capsys.readouterr().out == "of a cell\n"
+
+
+def test_an_estimate_comes_when_typing_pauses(monkeypatch):
+    f = form()
+    f._build()
+    asked = []
+
+    def estimate(cfg):
+        asked.append(cfg.batch_size)
+        if cfg.batch_size == 99:
+            raise ValueError("no such model")
+        return SimpleNamespace(line=f"{cfg.batch_size} GB <each>.", remedies=["batch_size=1: 2.0 GiB"])
+
+    monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 0.6)
+    monkeypatch.setattr(config_form, "estimate", estimate)
+    for text in ("1", "12", "123"):
+        f.inputs["batch_size"].value = text
+    assert "estimating" in shown(f._memory) and not asked
+    until(lambda: "memory: 123 GB <each>. Nearest: batch_size=1: 2.0 GiB." in shown(f._memory), 5, "an estimate")
+    f.inputs["batch_size"].value = "x"
+    f.inputs["batch_size"].value = "99"
+    until(lambda: "no estimate: no such model" in shown(f._memory), 5, "why there is none")
+    assert asked == [123, 99], "only for what was typed when it paused"
+
+
+def test_several_forms_estimate_one_after_the_other(monkeypatch):
+    running, at_once = [], []
+
+    def estimate(cfg):
+        running.append(cfg)
+        time.sleep(1)
+        at_once.append(len(running))
+        running.remove(cfg)
+        return SimpleNamespace(line=f"{cfg.batch_size} GB.", remedies=[])
+
+    monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 0)
+    monkeypatch.setattr(config_form, "estimate", estimate)
+    forms = [form(RunConfig(batch_size=size)) for size in (1, 2, 3)]
+    for f in forms:
+        f._build()
+    until(
+        lambda: all(f"memory: {size} GB." in shown(f._memory) for size, f in enumerate(forms, 1)), 10, "all estimates"
+    )
+    assert at_once == [1, 1, 1]
+
+
+def test_where_nobody_looks_it_is_text_and_no_widget(capsys):
+    f = form(RunConfig(**TINY))
+    f._ipython_display_()
+    out = capsys.readouterr().out
+    assert "launch(RunConfig(end_idx=64" in out and "papermill" in out and not f._fields
+
+
+def test_it_is_quick():
+    form()._build()  # imports and caches
+    start = time.perf_counter()
+    f = form()
+    f._build()
+    built = time.perf_counter() - start
+    start = time.perf_counter()
+    for i in range(20):
+        f.inputs["batch_size"].value = str(i + 1)
+        f.inputs["text_field"].value = f"t{i}"
+    typed = (time.perf_counter() - start) / 40
+    print(f"built in {built:.3f} s, a keystroke takes {1000 * typed:.2f} ms")
+    assert built < 0.5 and typed < 0.02
