@@ -87,7 +87,7 @@ def _refuse_secrets(arguments: list[str]) -> None:
 def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
     force, node_rank, rdzv = "--force" in arguments, _take(arguments, "--node-rank"), _take(arguments, "--rdzv")
     if node_rank is not None and not re.fullmatch("[0-9]{1,9}", node_rank):
-        raise ConfigError(f"--node-rank {node_rank!r} is no number of a node; they are counted from 0.")
+        raise ConfigError(f"--node-rank {node_rank!r} is not a node's rank; ranks count from 0.")
     cfg = parse_config([a for a in arguments if a != "--force"])
     run = launch(cfg, force=force, node_rank=node_rank and int(node_rank), rdzv=rdzv)
     status = run.status
@@ -142,7 +142,7 @@ def describe(run: Run) -> str:
 def _estimate(arguments: list[str], as_json: bool) -> dict[str, Any]:
     gpus, memory = _take(arguments, "--gpus"), _take(arguments, "--gpu-memory-gib")
     if gpus is not None and not re.fullmatch("-?[0-9]{1,9}", gpus):
-        raise ConfigError(f"--gpus {gpus!r} is no number of GPUs.")
+        raise ConfigError(f"--gpus {gpus!r} is not a number of GPUs; use a whole number from 1.")
     found = estimate(parse_config(arguments, "estimate"), gpus and int(gpus), memory)
     if not as_json:
         print(found)
@@ -268,7 +268,7 @@ def _read_config(path: str | Path) -> RunConfig:
             f"config={str(path)!r} cannot be read: {error.strerror}. Name a JSON file with fields of RunConfig, as config.json."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"config={str(path)!r} is no JSON: {error}.") from None
+        raise ConfigError(f"config={str(path)!r} is not valid JSON: {error}.") from None
     if not isinstance(values, dict):
         raise ConfigError(
             f"config={str(path)!r} holds a {type(values).__name__}, not an object with fields of RunConfig."

@@ -20,8 +20,8 @@ def test_train_and_runs(tmp_path, run_root):
 
 def test_failures_end_non_zero_with_one_message(tmp_path):
     for arguments, reason in (
-        (("train", "--dataset", "none.jsonl"), "DataError: dataset 'none.jsonl': there is no such file"),
-        (("train", "--preset", "nope"), "ConfigError: there is no preset 'nope'"),
+        (("train", "--dataset", "none.jsonl"), "DataError: dataset 'none.jsonl'"),
+        (("train", "--preset", "nope"), "ConfigError: unknown preset 'nope'"),
         (("train", "--batch-size", "0"), "batch_size"),
         (("train", "--strat-idx", "0"), "strat-idx"),
         (("train", "--hf-token", "abc"), "'hf_token' looks like a secret"),

@@ -85,7 +85,7 @@ def test_a_crash_is_not_hidden(recipe, failing_rank):
         (("HF_TOKEN", "abc"), "ConfigError: 'HF_TOKEN' looks like a secret"),
         (("start_idx", "1000000"), "DataError: slice 1000000-(end) of builtin:python-docs"),
         (("strategy", "zero9"), "ConfigError: strategy='zero9'"),
-        (("preset", "opt-13b"), "ConfigError: there is no preset 'opt-13b' (did you mean 'opt-1.3b-arxiv'?)"),
+        (("preset", "opt-13b"), "ConfigError: unknown preset 'opt-13b' (did you mean 'opt-1.3b-arxiv'?)"),
     ],
 )
 def test_bad_parameters(recipe, parameters, reason):

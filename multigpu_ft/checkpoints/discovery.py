@@ -102,9 +102,7 @@ def _named(cfg: RunConfig, found: list[Path]) -> Path:
     path = Path(os.path.expanduser(cfg.resume_file))
     if is_foreign(path):
         if not os.path.isfile(path):
-            raise CheckpointError(
-                f"resume_file={cfg.resume_file!r}: there is no such file (looked in {path.parent.resolve()})."
-            )
+            raise CheckpointError(f"resume_file={cfg.resume_file!r}: file not found in {path.parent.resolve()}.")
         return path.absolute()
     if not os.path.exists(path / COMMIT_FILE):
         named = [c for c in found if c.name == cfg.resume_file]
@@ -115,7 +113,7 @@ def _named(cfg: RunConfig, found: list[Path]) -> Path:
                 )
             known = ", ".join(dict.fromkeys(c.name for c in found)) or "none"
             raise CheckpointError(
-                f"there is no checkpoint {cfg.resume_file!r} under {Path(cfg.run_root).absolute()}; those there are: {known}."
+                f"no checkpoint {cfg.resume_file!r} under {Path(cfg.run_root).absolute()}; available: {known}."
             )
         path = named[0]
     try:

@@ -107,9 +107,7 @@ def evaluation_config(cfg: RunConfig) -> RunConfig | None:
 def _conversation(messages: Any, place: str) -> list[dict[str, Any]]:
     "`messages` if it is a list of turns, one of them the assistant's. Raises `DataError`."
     if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f"{place}: a conversation is a list of messages, this is {type(messages).__name__} {str(messages)[:40]!r}."
-        )
+        raise DataError(f"{place}: expected a list of messages, got {type(messages).__name__} {str(messages)[:40]!r}.")
     for number, message in enumerate(messages, 1):
         if (
             not isinstance(message, dict)
@@ -117,14 +115,12 @@ def _conversation(messages: Any, place: str) -> list[dict[str, Any]]:
             or not isinstance(message.get("content"), str)
         ):
             raise DataError(
-                f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, this is {str(message)[:60]!r}.'
+                f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, got {str(message)[:60]!r}.'
             )
         whole_text(
             "".join(text for text in message.values() if isinstance(text, str)), "content", f"{place}, message {number}"
         )
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise DataError(
-            f"{place} has no turn of the assistant, so there is nothing to learn from it; its roles are: {roles}. Leave such rows out."
-        )
+        raise DataError(f"{place} has no assistant turn to train on; its roles are: {roles}. Remove such rows.")
     return messages

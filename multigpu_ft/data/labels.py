@@ -29,13 +29,13 @@ def find_label_names(cfg: RunConfig) -> list[str]:
         kind = _label_kind(value, place)
         if kind_before and kind != kind_before:
             raise DataError(
-                f"{place}: label {value!r} is a {kind}, those before it are each a {kind_before}; a column has labels of one kind."
+                f"{place}: label {value!r} is a {kind}, but earlier labels are {kind_before}s; use one kind of label throughout."
             )
         kind_before = kind
         seen.setdefault(_label_name(value), place)
     if len(seen) < 2:
         raise DataError(
-            f"{cfg.dataset} has only the label {', '.join(seen)!r} in {cfg.label_field!r}; a classification needs two at least."
+            f"{cfg.dataset} has only one label, {', '.join(seen)!r}, in {cfg.label_field!r}; classification needs at least two."
         )
     if kind_before == "name":
         return sorted(seen)
@@ -44,8 +44,8 @@ def find_label_names(cfg: RunConfig) -> list[str]:
     for number, expected in zip(numbers, range(first, first + len(numbers)), strict=True):
         if number != expected:
             raise DataError(
-                f"{seen[str(number)]}: label {number} is out of range; labels are whole numbers from 0 (or 1) on without gaps, "
-                f"these are: {', '.join(map(str, numbers[:12]))}. Correct it, or give labels as names."
+                f"{seen[str(number)]}: label {number} is out of range; labels must be consecutive whole numbers starting at 0 (or 1), "
+                f"found: {', '.join(map(str, numbers[:12]))}. Correct it, or use names as labels."
             )
     return [str(number) for number in numbers]
 
@@ -68,7 +68,7 @@ def label_number(value: Any, names: list[str], place: str) -> int:
     if kind == "whole number" and 0 <= int(value) < len(names) and not all(name.isdigit() for name in names):
         return int(value)  # numbers that have names, from the Hub or from the model
     if _label_name(value) not in names:
-        raise DataError(f"{place}: label {value!r} is out of range, the {kind}s are: {', '.join(names)}.")
+        raise DataError(f"{place}: unknown label {value!r}; the {kind}s are: {', '.join(names)}.")
     return names.index(_label_name(value))
 
 # %% ../../nbs/data/02_labels.ipynb #fae3887e

@@ -134,7 +134,7 @@ def _read_jsonl(path: Path, start: int, end: int) -> Iterator[tuple[int | None, 
                     f"{path}, line {number}: not valid JSON ({_why(error)}): {line.strip()[:60]!r}"
                 ) from None
             if not isinstance(value, dict):
-                raise DataError(f"{path}, line {number}: a row must be a JSON object, this is {line.strip()[:60]!r}")
+                raise DataError(f"{path}, line {number}: a row must be a JSON object, got {line.strip()[:60]!r}")
             yield number, value
         row += 1
 
@@ -198,7 +198,9 @@ def _parquet(path: Path) -> Any:
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} is no whole Parquet file: {(str(error).splitlines() or [type(error).__name__])[0][:300]}")
+    return DataError(
+        f"{path} is not a complete Parquet file: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
+    )
 
 
 def _read_parquet(path: Path, start: int, end: int) -> Iterator[tuple[int | None, dict]]:
@@ -241,14 +243,14 @@ def local_file(dataset: str) -> Path | None:
     if os.path.isfile(path):
         if path.suffix not in _READERS:
             raise DataError(
-                f"dataset {dataset!r} has the ending {path.suffix or '(none)'!r}; these can be read: {known}."
+                f"dataset {dataset!r} has the unsupported extension {path.suffix or '(none)'!r}; supported: {known}."
             )
         return path
     if is_file_name(dataset):
         near = sorted(p.name for p in path.parent.glob(f"*{path.suffix}"))[:5] if os.path.isdir(path.parent) else []
         raise DataError(
-            f"dataset {dataset!r}: there is no such file (looked in {path.parent.resolve()})"
-            + (f"; there are: {', '.join(near)}." if near else ". A dataset of the Hub is named 'user/name'.")
+            f"dataset {dataset!r}: file not found in {path.parent.resolve()}"
+            + (f"; similar files: {', '.join(near)}." if near else ". A dataset on the Hub is named 'user/name'.")
         )
     return None
 
@@ -313,7 +315,7 @@ def field_value(row: dict, field: str, parameter: str, place: str) -> Any:
 def field_text(row: dict, field: str, parameter: str, place: str) -> str:
     text = field_value(row, field, parameter, place)
     if text is not None and not isinstance(text, str):
-        raise DataError(f"{place}: {field!r} must be text, this is {type(text).__name__} {str(text)[:40]!r}.")
+        raise DataError(f"{place}: {field!r} must be text, got {type(text).__name__} {str(text)[:40]!r}.")
     return whole_text(text or "", field, place)
 
 
@@ -323,7 +325,7 @@ def whole_text(text: str, field: str, place: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: half a character in {field!r} ({error.reason}); was the text cut inside an emoji?"
+            f"{place}: {field!r} contains an unpaired surrogate, half a character ({error.reason}); was the text cut inside an emoji?"
         ) from None
     return text
 

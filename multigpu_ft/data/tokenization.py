@@ -200,11 +200,11 @@ def tokenize_chats(chats: list[list[dict[str, Any]]], tokenizer: Any, max_length
     the assistant says is within `max_length`."""
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
-            "the tokenizer has no chat template; take the model's chat variant (its name often ends in Instruct or Chat), or task='causal-lm'."
+            "the tokenizer has no chat template; use the model's chat variant (its name often ends in Instruct or Chat), or task='causal-lm'."
         )
     if not tokenizer.is_fast:
         raise ModelError(
-            f"{type(tokenizer).__name__} does not tell which characters a token stands for, so the assistant's turns cannot be found; use a fast tokenizer."
+            f"{type(tokenizer).__name__} does not map tokens to characters, so the assistant's turns can't be located; use a fast tokenizer."
         )
     found = []
     for number, messages in enumerate(chats):
@@ -212,13 +212,13 @@ def tokenize_chats(chats: list[list[dict[str, Any]]], tokenizer: Any, max_length
             ids, loss_mask = _read_conversation(messages, tokenizer)
         except Exception as error:  # jinja's, or whatever the template raises
             raise DataError(
-                f"conversation {number} of the slice: the model's chat template refuses it ({str(error).splitlines()[0][:200]})."
+                f"conversation {number} of the slice: the model's chat template rejected it ({str(error).splitlines()[0][:200]})."
             ) from error
         found.append(Text(np.array(ids[:max_length], np.int32), loss_mask[:max_length]))
     texts = TokenizedTexts(found, _pad_id(tokenizer))
     if not texts.targets.any():
         raise DataError(
-            f"nothing that the assistant says is within the first max_length={max_length} tokens of a conversation; raise max_length."
+            f"no conversation has an assistant turn within its first max_length={max_length} tokens; raise max_length."
         )
     return texts
 

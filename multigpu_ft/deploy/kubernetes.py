@@ -391,7 +391,7 @@ def deploy_kubernetes(
     Raises `ConfigError` for resources as `Resources.read` does, for a configuration that names files of this machine, and for what the cluster refuses.
     """
     if target not in _JOB_OF:
-        raise ConfigError(f"target={target!r} is none; the targets are: {', '.join(_JOB_OF)}.")
+        raise ConfigError(f"unknown target={target!r}; available: {', '.join(_JOB_OF)}.")
     resources = Resources.read(resources)
     name, internet = _run_name(cfg, resources), _needs_internet(cfg, resources)
     settled = _in_cluster(cfg, resources, name)

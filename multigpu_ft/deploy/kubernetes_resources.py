@@ -45,7 +45,7 @@ def _check_cpu(value: Any) -> str:
         or not re.fullmatch(r"\d+m|\d+(\.\d{1,3})?", str(value))
         or float(str(value).rstrip("m")) == 0
     ):
-        raise ValueError(f"{value!r} is no number of processors; write 8, 0.5 or 500m")
+        raise ValueError(f"{value!r} is not a number of processors; write 8, 0.5 or 500m")
     return str(value)
 
 

@@ -81,7 +81,7 @@ def take_secrets(arn: str) -> dict[str, str]:
     except (KeyError, ValueError):
         found = {}
     if not found:  # what is in it stays unsaid
-        raise ConfigError(f"secret_arn: the secret is no JSON object with {' or '.join(SECRETS)}.")
+        raise ConfigError(f"secret_arn: the secret must be a JSON object with {' or '.join(SECRETS)}.")
     return found
 
 # %% ../../nbs/deploy/06_sagemaker_entry.ipynb #1d1b6caf

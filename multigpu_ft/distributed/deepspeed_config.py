@@ -150,7 +150,7 @@ def read_zero_config(cfg: RunConfig, world_size: int | None = None, dtype: str |
         if key in _ELSEWHERE and not _all_auto(section):
             wrong.append(f'{key} is the business of {_ELSEWHERE[key]}: remove it, or give it the value "auto"')
         elif key in _NOT_HERE:
-            wrong.append(f"{key} is nothing that this package makes use of: remove it")
+            wrong.append(f"{key} is not used by this package; remove it")
         elif key not in (*_ELSEWHERE, *_NOT_HERE, *_DEEPSPEED_ONLY, *owned):
             known = (*_DEEPSPEED_ONLY, *owned)
             wrong.append(f"{key} is unknown{did_you_mean(key, known)}")
@@ -162,7 +162,7 @@ def read_zero_config(cfg: RunConfig, world_size: int | None = None, dtype: str |
     for key, value in _leaves(settings).items():
         inner = key.removeprefix("zero_optimization.")
         if inner != key and inner not in _OF_ZERO:
-            wrong.append(f"{key} is nothing that this package makes use of{did_you_mean(inner, _OF_ZERO)}: remove it")
+            wrong.append(f"{key} is not used by this package{did_you_mean(inner, _OF_ZERO)}; remove it")
         if value == "auto":
             continue
         if key in answers and answers[key][0] != value:
@@ -196,7 +196,7 @@ def _parse(cfg: RunConfig) -> dict[str, Any]:
             f"{_said(cfg)} cannot be read: {error.strerror}. Name a JSON file, or leave it empty."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{_said(cfg)} is no JSON: {error}.") from None
+        raise ConfigError(f"{_said(cfg)} is not valid JSON: {error}.") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{_said(cfg)} holds a {type(settings).__name__}, not an object with DeepSpeed's settings.")
     return settings

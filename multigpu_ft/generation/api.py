@@ -118,7 +118,7 @@ def _find_subject(
     if runs or checkpoint is not None:
         return find_subjects(runs[-1:], checkpoint, model, run_root)[-1]
     if model is None:
-        raise ConfigError("nobody to ask: name a run, a model, a checkpoint or an hf_repo.")
+        raise ConfigError("no model given: pass run, model, checkpoint or hf_repo.")
     return None
 
 
@@ -339,7 +339,7 @@ def generate(
         )
     subject = _find_subject(run, model, checkpoint, hf_repo, run_root)
     if subject and subject.config.task == "classification":
-        raise ConfigError(f"{subject.name} classifies texts; it writes none.")
+        raise ConfigError(f"{subject.name} is a classifier and can't generate text.")
     given = {"dtype": dtype, "nproc": nproc, "max_hours": max_hours}
     cfg = of_the_model(
         subject.config if subject else RunConfig(model=model),

@@ -118,7 +118,7 @@ def load_reward(name: str) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         there = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_")) or "none"
-        raise ConfigError(f"reward={name!r}: {module_name} has no function {function_name!r}; it has: {there}.")
+        raise ConfigError(f"reward={name!r}: {module_name} has no function {function_name!r}; available: {there}.")
     return function
 
 

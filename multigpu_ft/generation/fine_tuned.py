@@ -222,7 +222,7 @@ def find_runs(run: Any, run_root: str | Path | None = None) -> list[RunDir]:
     if not found:
         there = ", ".join(sorted(p.parent.name for p in root.glob("*/status.json"))) or "none"
         raise ConfigError(
-            f"run={str(run)!r}: there is no run directory there, and no folder of runs; those in {root.absolute()}: {there}."
+            f"run={str(run)!r}: no run directory or folder of runs there; runs in {root.absolute()}: {there}."
         )
     return _last_of_each_slice(sorted(found, key=lambda r: r.status().get("launched", 0)))
 
@@ -303,9 +303,7 @@ def _named(name: str, runs: list[RunDir], kept: list[Path]) -> list[Path]:
     if matching := [c for c in kept if c.name == name]:
         return matching[-1:]
     there = ", ".join(dict.fromkeys(c.name for c in kept)) or "none"
-    raise CheckpointError(
-        f"there is no checkpoint {name!r}{f' of {runs[-1].name}' if runs else ''}; those there are: {there}."
-    )
+    raise CheckpointError(f"no checkpoint {name!r}{f' of {runs[-1].name}' if runs else ''}; available: {there}.")
 
 
 def _distinct(subjects: list[FineTuned]) -> list[FineTuned]:

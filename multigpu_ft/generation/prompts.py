@@ -86,15 +86,11 @@ def _messages(row: dict[str, Any], messages_field: str, question_field: str, pla
     if messages_field not in row:
         text = row[question_field]
         if text is not None and not isinstance(text, str):
-            raise DataError(
-                f"{place}: {question_field!r} must be text, this is {type(text).__name__} {str(text)[:40]!r}."
-            )
+            raise DataError(f"{place}: {question_field!r} must be text, got {type(text).__name__} {str(text)[:40]!r}.")
         return [{"role": "user", "content": whole_text(text or "", question_field, place)}]
     messages = row[messages_field] or []
     if not isinstance(messages, list):
-        raise DataError(
-            f"{place}: a conversation is a list of messages, this is {type(messages).__name__} {str(messages)[:40]!r}."
-        )
+        raise DataError(f"{place}: expected a list of messages, got {type(messages).__name__} {str(messages)[:40]!r}.")
     for number, message in enumerate(messages, 1):
         if (
             not isinstance(message, dict)
@@ -102,7 +98,7 @@ def _messages(row: dict[str, Any], messages_field: str, question_field: str, pla
             or not isinstance(message.get("content"), str)
         ):
             raise DataError(
-                f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, this is {str(message)[:60]!r}.'
+                f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, got {str(message)[:60]!r}.'
             )
         whole_text(
             "".join(text for text in message.values() if isinstance(text, str)), "content", f"{place}, message {number}"

@@ -97,7 +97,7 @@ def keep_outputs(run_path: Path, folder: Path) -> tuple[Path, list[str]]:
         if any(run.path.is_relative_to(place) for place in (KAGGLE_OUTPUTS, COLAB_DRIVE)):
             return run.path, []  # it outlives the session where it is
         if not (run.path / "config.json").exists():
-            return kept, [f"{run.path} is no run directory: it has no config.json."]
+            return kept, [f"{run.path} is not a run directory: config.json is missing."]
         kept = _place(run, Path(folder))
         if kept == run.path:
             return kept, []

@@ -38,7 +38,7 @@ def split_address(rdzv: str) -> tuple[str, int]:
         )
     if _is_literal(found[2]) and ipaddress.ip_address(found[2]).is_unspecified:
         raise ConfigError(
-            f"rdzv={rdzv!r} is every address and none that other nodes could call; name the one of node 0 that they reach."
+            f"rdzv={rdzv!r} is a wildcard address; give node 0's own address, the one that other nodes can reach."
         )
     return found[2], int(found[3])
 

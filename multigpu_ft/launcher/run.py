@@ -73,7 +73,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        "starting, running, stopping, done, stopped or failed. A run whose processes are gone without a word has failed."
+        "starting, running, stopping, done, stopped or failed. A run whose processes have disappeared has failed."
         state = self.status["state"]
         if state in LIVE_STATES and not self._alive():
             state = self.status["state"]  # it may have ended between the two looks
@@ -93,8 +93,8 @@ class Run:
             else ""
         )
         gone = (
-            f"the processes of {self.name} are gone without a word, since {age(time.time() - status.get('heartbeat', 0))}: "
-            f"killed, or ended with their machine{left}. Its logs are in {self.dir.path / 'logs'}"
+            f"all processes of {self.name} disappeared {age(time.time() - status.get('heartbeat', 0))} ago "
+            f"(killed, or the machine stopped){left}. Its logs are in {self.dir.path / 'logs'}"
         )
         return failure_of(self.dir, status.get("failure") or {"text": gone})
 

@@ -55,7 +55,7 @@ def gpus_here() -> list[GPU]:
 def _machine(cfg: RunConfig, gpus: int | None, gpu_memory_gib: str | float | None) -> tuple[GPU, int, bool]:
     "The kind of GPU, how many, and whether they are here."
     if gpus is not None and (isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= 4096):
-        raise ConfigError(f"gpus={gpus!r} is no number of GPUs; use a whole number from 1 on.")
+        raise ConfigError(f"gpus={gpus!r} is not a number of GPUs; use a whole number from 1.")
     here = gpus_here() if gpu_memory_gib is None else []
     gpu = (
         min(here, key=lambda g: g.memory_mib) if here else find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)

@@ -22,8 +22,8 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         blocks = list(max(lists, key=lambda blocks: sum(map(elements, blocks.parameters())), default=[]))
     if not blocks:
         raise ModelError(
-            f"{type(model).__name__} neither names its transformer blocks (_no_split_modules) nor has a list of them, so fsdp and half precision "
-            "cannot wrap them; use strategy='ddp' and dtype='fp32'."
+            f"{type(model).__name__} names no transformer blocks (_no_split_modules) and has no list of them, so fsdp and half precision "
+            "can't wrap them; use strategy='ddp' and dtype='fp32'."
         )
     return blocks
 

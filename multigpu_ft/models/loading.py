@@ -151,7 +151,7 @@ def load_config(
         positions -= config.pad_token_id + 1
     if positions and cfg.max_length > positions:
         raise ModelError(
-            f"max_length={cfg.max_length} is beyond the {positions} positions of {cfg.model!r}; use max_length={positions} or less."
+            f"max_length={cfg.max_length} exceeds the {positions} positions of {cfg.model!r}; use max_length={positions} or less."
         )
     if label_names:
         config.id2label, config.label2id = (
@@ -191,7 +191,7 @@ def load_shell(
         raise _not_loaded("model", cfg, error) from error
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer):,} tokens, {cfg.model!r} embeds {model.get_input_embeddings().num_embeddings:,}: they do not belong together."
+            f"the tokenizer has {len(tokenizer):,} tokens, but {cfg.model!r} embeds only {model.get_input_embeddings().num_embeddings:,}: they don't belong together."
         )
     return model.train()
 
@@ -245,8 +245,8 @@ def load_model(
         if not label_names or not any(word in str(error) for word in ("mismatch", "shape")):
             raise
         raise ModelError(
-            f"{cfg.model!r} has a head for other labels than the {len(label_names)} of the data ({', '.join(label_names)}). "
-            "Take data with its labels, or the model it was made from."
+            f"the head of {cfg.model!r} doesn't fit the data's {len(label_names)} labels ({', '.join(label_names)}). "
+            "Use data with the head's labels, or the base model."
         ) from error
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise _not_loaded("model", cfg, error) from error

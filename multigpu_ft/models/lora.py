@@ -66,7 +66,7 @@ def target_modules(setting: str, model: nn.Module) -> list[str]:
     if missing or not wanted:
         what = f"{', '.join(map(repr, missing))}{did_you_mean(missing[0], known)}" if missing else "that this means"
         raise ModelError(
-            f"lora_target_modules={setting!r}: {type(model).__name__} has no linear layer {what}; it has: {', '.join(known)}."
+            f"lora_target_modules={setting!r}: {type(model).__name__} has no linear layer {what}; available: {', '.join(known)}."
         )
     return list(wanted)
 

@@ -71,7 +71,9 @@ class RunConfig(BaseModel):
         "full", "model", "train all weights, or an adapter on frozen ones, whole or in 4 or 8 bit"
     )
     lora_r: int = _field(8, "model", "rank of the adapter's matrices", low=1, high=1024)
-    lora_alpha: float = _field(16, "model", "the adapter counts lora_alpha / lora_r times", above=0)
+    lora_alpha: float = _field(
+        16, "model", "scale of the adapter: its output is multiplied by lora_alpha / lora_r", above=0
+    )
     lora_dropout: float = _field(0.05, "model", "dropout before the adapter", low=0, high=0.9)
     lora_target_modules: str = _field(
         "all-linear",
@@ -321,7 +323,7 @@ class RunConfig(BaseModel):
     @classmethod
     def _check_value(cls, value: Any) -> Any:
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-            raise ValueError("half a character, or the character NUL, cannot be in it")
+            raise ValueError("must not contain a NUL character or an unpaired surrogate (half a character)")
         if isinstance(value, int) and value > _NO_END:
             raise ValueError(f"input should be at most {_NO_END}, and is beyond all that is counted here")
         return value
@@ -418,15 +420,15 @@ class RunConfig(BaseModel):
             self.end_idx is not None and self.start_idx < end and first < self.end_idx
         ):
             raise ValueError(
-                f"rows of {self.dataset} would be trained and evaluated on: start_idx={self.start_idx}, end_idx={self.end_idx}, held out are those "
-                f"from eval_start_idx={first} to eval_end_idx={self.eval_end_idx or '(end)'}; choose two ranges that do not overlap"
+                f"training rows and held-out rows of {self.dataset} overlap: start_idx={self.start_idx}, end_idx={self.end_idx}, "
+                f"eval_start_idx={first}, eval_end_idx={self.eval_end_idx or '(end)'}; choose ranges that don't overlap"
             )
 
     def _check_tracking(self) -> None:
         unknown = [name for name in self.trackers if name not in ("wandb", "tensorboard")]
         if unknown:
             raise ValueError(
-                f"tracker={self.tracker!r}: {unknown[0]!r} is none; the trackers are wandb and tensorboard, both with a comma between, or none"
+                f"tracker={self.tracker!r}: unknown tracker {unknown[0]!r}; use 'wandb', 'tensorboard', 'wandb,tensorboard' or 'none'"
             )
         if self.log_artifacts and "wandb" not in self.trackers:
             raise ValueError(
@@ -469,12 +471,12 @@ class RunConfig(BaseModel):
     def _check_tuning(self) -> None:
         if self.quantized and self.quantization not in ("auto", self.quantized):
             raise ValueError(
-                f"quantization={self.quantization!r}, but tuning={self.tuning!r} means {self.quantized!r}; leave it on 'auto', or tuning='lora'"
+                f"quantization={self.quantization!r}, but tuning={self.tuning!r} means {self.quantized!r}; leave quantization on 'auto', or use tuning='lora'"
             )
         if self.tuning == "full" and self.quantized:
             adapter = "qlora" if self.quantized == "4bit" else "lora8bit"
             raise ValueError(
-                f"weights in {self.quantized} cannot be trained themselves; use tuning={adapter!r}, which trains an adapter on them"
+                f"{self.quantized} weights can't be trained directly; use tuning={adapter!r}, which trains an adapter on top of them"
             )
         if self.tuning == "full" and self.merge_adapter:
             raise ValueError(
@@ -504,7 +506,7 @@ class RunConfig(BaseModel):
         "The preset `name` with `overrides` on top. Raises `ConfigError` for an unknown name; `PRESETS` lists them."
         if name not in PRESETS:
             raise ConfigError(
-                f"there is no preset {name!r}{did_you_mean(str(name), PRESETS)}; the presets are: {', '.join(PRESETS)}."
+                f"unknown preset {name!r}{did_you_mean(str(name), PRESETS)}; available: {', '.join(PRESETS)}."
             )
         return cls(**{**PRESETS[name], **overrides})
 

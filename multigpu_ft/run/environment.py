@@ -135,7 +135,7 @@ def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
     if number:
         if not 0 < float(number[1]) <= 10_000:
             raise ConfigError(
-                f"gpu_memory_gib={wanted!r} is no size of a GPU; use GiB, such as 14.75, or a name, such as 'T4'."
+                f"gpu_memory_gib={wanted!r} is not a GPU size; give GiB, such as 14.75, or a name, such as 'T4'."
             )
         return GPU(f"{float(number[1]):g} GiB", float(number[1]) * 1024)
     found = next(
@@ -145,7 +145,7 @@ def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
         return GPU(str(wanted), memory_mib)
     if found is None:
         raise ConfigError(
-            f"gpu_memory_gib={wanted!r}: there is no GPU of this name here; known are {', '.join(gpu.name for gpu in GPUS)}. Give the size in GiB of any other."
+            f"gpu_memory_gib={wanted!r}: unknown GPU; known names: {', '.join(gpu.name for gpu in GPUS)}. For any other GPU, give its memory in GiB."
         )
     if memory_mib:  # of one name there are several sizes
         found = replace(found, memory_mib=memory_mib)

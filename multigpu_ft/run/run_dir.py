@@ -64,11 +64,11 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is damaged, it is no JSON ({error}). Put it back from a copy, or move the run's directory away."
+            f"{path} is damaged: it isn't valid JSON ({error}). Restore it from a copy, or move the run's directory away."
         ) from None
     if not isinstance(found, dict):
         raise ConfigError(
-            f"{path} is damaged, it holds a {type(found).__name__} and no object. Put it back from a copy, or move the run's directory away."
+            f"{path} is damaged: expected a JSON object, found {type(found).__name__}. Restore it from a copy, or move the run's directory away."
         )
     return found
 
@@ -111,8 +111,8 @@ def _making(cfg: RunConfig) -> Iterator[None]:
         if error.errno not in _OF_THE_NAME:
             raise
         raise ConfigError(
-            f"in run_root={cfg.run_root!r} no directory can be made for the run ({error.strerror}: {error.filename!r}). Name a folder that can be written, "
-            "or another run_name."
+            f"can't create the run's directory in run_root={cfg.run_root!r} ({error.strerror}: {error.filename!r}). Set run_root to a writable folder, "
+            "or choose another run_name."
         ) from None
 
 
@@ -226,7 +226,7 @@ class RunDir:
         except FileNotFoundError:
             if self.main.path != self.path:
                 return self.main.config()
-            raise ConfigError(f"{self.path} is no run directory: it has no config.json.") from None
+            raise ConfigError(f"{self.path} is not a run directory: config.json is missing.") from None
 
     def status(self) -> dict[str, Any]:
         "What the run says of itself. Raises `ConfigError` if that is damaged."
@@ -238,7 +238,7 @@ class RunDir:
         if wrong or found.get("state") not in (*LIVE_STATES, *FINAL_STATES):
             name = wrong[0] if wrong else "state"
             raise ConfigError(
-                f"{self.path}/status.json is damaged: {name} is {found.get(name)!r}. Put it back from a copy, or move the run's directory away."
+                f"{self.path}/status.json is damaged: {name} is {found.get(name)!r}. Restore it from a copy, or move the run's directory away."
             )
         return found
 
@@ -305,9 +305,9 @@ def read_commit(checkpoint: Path) -> dict[str, Any]:
     if commit_digest(body) != written:
         raise CheckpointError(f"{COMMIT_FILE}: its content was altered")
     if not _is_commit(body):  # the digest is right, so it was made by somebody else
-        raise CheckpointError(f"{COMMIT_FILE} is not one of this package")
+        raise CheckpointError(f"{COMMIT_FILE} was not written by this package")
     if strange := [name for name in body["files"] if Path(name).name != name or not name.isprintable()]:
-        raise CheckpointError(f"{COMMIT_FILE} lists {strange[0]!r}, which is no file beside it")
+        raise CheckpointError(f"{COMMIT_FILE} lists {strange[0]!r}, which is not a file in its folder")
     return body
 
 

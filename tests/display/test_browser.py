@@ -132,7 +132,7 @@ def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
     page.run_cell(1)
     page.wait_for_text("processes are gone", 10, 1)
     page.run_cell(2)
-    page.wait_for_text(re.compile("gone without a word, since .*: killed, or ended with their machine"), 10, 2)
+    page.wait_for_text(re.compile(r"disappeared .* ago \(killed, or the machine stopped\)"), 10, 2)
     page.screenshots(shots, "gone", page.output(2))
 
 

@@ -192,13 +192,13 @@ def test_ones_own_deepspeed_json(first_halves, tmp_path):
         ({"zero_optimization": {"reduce_bucket": 1}}, "did you mean 'reduce_bucket_size'"),
         ({"fp16": True}, "no object"),
         ([], "holds a list"),
-        ({"zero_optimization": {"round_robin_gradients": True}}, "nothing that this package makes use of"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients is not used by this package"),
         ({"zero_optimization": {"cpu_offload": True}}, "remove it"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "summed in fp32"),
         ({"train_batch_size": 7}, "= 8"),
         ({"scheduler": {"type": "WarmupLR"}}, "lr_scheduler"),
         ({"bf16": {"enabled": True}}, "dtype='fp32' means false"),
-        ("{", "is no JSON"),
+        ("{", "not valid JSON"),
     ],
 )
 def test_a_json_that_contradicts_is_refused_before_anything_starts(tmp_path, settings, said):

@@ -251,9 +251,9 @@ def test_a_checkpoint_without_its_run(trained, alone, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "kind, wanted, words",
     [
-        (ConfigError, {"run": "runs/nothing"}, "there is no run directory there"),
+        (ConfigError, {"run": "runs/nothing"}, "no run directory or folder of runs there"),
         (ConfigError, {}, "nothing to evaluate"),
-        (CheckpointError, {"checkpoint": "model_0-99"}, "those there are: model_0-32"),
+        (CheckpointError, {"checkpoint": "model_0-99"}, "available: model_0-32"),
         (DataError, {"start_idx": 48}, "highest start_idx is 47"),
         (DataError, {"start_idx": 40, "end_idx": 40}, "the slice is empty"),
         (ConfigError, {"batch_size": 0}, "greater than or equal to 1"),
@@ -307,7 +307,7 @@ def test_the_recipe_under_papermill(trained, tmp_path):
     assert json.loads((report / "evaluation.json").read_text())["verdict"] in ("better", "worse", "no difference shown")
     assert (report / "evaluation.html").exists() and list(report.glob("*.png"))
     wrong = papermill(NBS / "evaluate.ipynb", tmp_path / "wrong.ipynb", "-p", "run", "runs/nothing", cwd=tmp_path)
-    assert wrong.returncode != 0 and "there is no run directory there" in outputs(tmp_path / "wrong.ipynb")
+    assert wrong.returncode != 0 and "no run directory or folder of runs there" in outputs(tmp_path / "wrong.ipynb")
 
 
 def test_the_command(trained, tmp_path, monkeypatch, capsys):
@@ -320,7 +320,7 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["verdict"] and said["folder"] == str(tmp_path / "report")
     monkeypatch.setattr(sys, "argv", ["multigpu-ft", "evaluate", "--run", "runs/nothing"])
-    with pytest.raises(SystemExit, match="ConfigError: run='runs/nothing': there is no run directory there"):
+    with pytest.raises(SystemExit, match="ConfigError: run='runs/nothing': no run directory"):
         main()
 
 

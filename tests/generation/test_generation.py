@@ -398,7 +398,7 @@ def test_the_recipe_under_papermill(models, tmp_path):
         "x",
         cwd=tmp_path,
     )
-    assert wrong.returncode and "there is no such file" in wrong.stderr
+    assert wrong.returncode and "file not found" in wrong.stderr
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def test_broken_data(refusing, run_root, line, reason, nproc):
             r"slice 1000000-\(end\) of builtin:python-docs, which has [\d,]+ rows: start_idx is beyond",
         ),
         ("end_idx=1000000", "DataError", r"which has [\d,]+ rows: end_idx is beyond"),
-        ("dataset='none.jsonl'", "DataError", "there is no such file"),
+        ("dataset='none.jsonl'", "DataError", "dataset 'none.jsonl'"),
         slow("dataset='user/none', nproc=1", "DataError", "could not be loaded from the Hub"),
         ("model='user/none'", "ModelError", "'user/none' could not be loaded"),
         ("strat_idx=5", "ConfigError", "unknown parameter 'strat_idx' .did you mean 'start_idx'"),

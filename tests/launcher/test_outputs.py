@@ -116,6 +116,6 @@ def test_of_damaged_checkpoints_the_next_older_is_kept(run, tmp_path):
 
 
 def test_keeping_raises_nothing(run, tmp_path):
-    assert "no run directory" in outputs.keep_outputs(tmp_path / "nothing", tmp_path / "out")[1][0]
+    assert "not a run directory" in outputs.keep_outputs(tmp_path / "nothing", tmp_path / "out")[1][0]
     (tmp_path / "file").write_text("")
     assert "was not kept" in outputs.keep_outputs(run.path, tmp_path / "file")[1][0]

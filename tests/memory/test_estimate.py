@@ -224,8 +224,8 @@ def test_bf16_is_not_for_a_t4(ask, little):
     "kind, gpus, memory, settings, words",
     [
         (ConfigError, 2, "T5", {}, "known are T4"),
-        (ConfigError, 2, -3, {}, "there is no GPU of this name"),
-        (ConfigError, 2, 0, {}, "no size of a GPU"),
+        (ConfigError, 2, -3, {}, "unknown GPU"),
+        (ConfigError, 2, 0, {}, "not a GPU size"),
         (ConfigError, 0, "T4", {}, "gpus=0"),
         (ConfigError, True, "T4", {}, "gpus=True"),
         (ConfigError, 2, "T4", {"strategy": "single"}, "cannot run on 2 GPUs"),
@@ -303,7 +303,7 @@ def test_command_line(monkeypatch):
     )
     for wrong, words in (
         (["--gpus", "0"], "gpus=0"),
-        (["--gpus", "two"], "no number of GPUs"),
+        (["--gpus", "two"], "not a number of GPUs"),
         (["--gpu-memory-gib", "T5"], "T5"),
     ):
         done = subprocess.run([BIN / "multigpu-ft", "estimate", *wrong], capture_output=True, text=True, timeout=300)

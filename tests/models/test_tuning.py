@@ -113,19 +113,20 @@ def test_bad_labels_and_conversations_are_named_with_file_line_and_value(models,
 
     text = {"text": "w1 w2"}
     assert "rows.jsonl (line 3): label 5 is out of range" in told([{**text, "label": label} for label in (0, 1, 5)])
-    assert "rows.jsonl (line 2): label 'good' is a name, those before it are each a whole number" in told(
+    assert "rows.jsonl (line 2): label 'good' is a name, but earlier labels are whole numbers" in told(
         [{**text, "label": label} for label in (0, "good")]
     )
     assert "rows.jsonl (line 2): label None is a NoneType" in told([{**text, "label": label} for label in (0, None)])
     assert "has no field 'label'; its fields are: text" in told([text])
     talk = {"messages": [{"role": "user", "content": "w1"}]}
-    assert "rows.jsonl (line 1) has no turn of the assistant" in told([talk], task="chat", model=str(models / "opt"))
+    assert "rows.jsonl (line 1) has no assistant turn" in told([talk], task="chat", model=str(models / "opt"))
 
 
 def test_unknown_target_modules_list_those_there_are(models, tuned, run_root):
     said = failure(tuned, adapters.config(models, run_root, "opt", "lora", "single", lora_target_modules="q_prj"))
     assert (
-        "no linear layer 'q_prj' (did you mean 'q_proj'?); it has: k_proj, v_proj, q_proj, out_proj, fc1, fc2." in said
+        "no linear layer 'q_prj' (did you mean 'q_proj'?); available: k_proj, v_proj, q_proj, out_proj, fc1, fc2."
+        in said
     )
 
 
@@ -153,9 +154,7 @@ def test_a_classifier_keeps_its_head_only_for_its_labels(models, tuned, run_root
     assert second.status()["loss_before"] == pytest.approx(first.status()["loss_after"], rel=1e-5)
     path = tmp_path / "three.jsonl"
     path.write_text("".join(json.dumps({"text": "w1", "label": i % 3}) + "\n" for i in range(6)))
-    assert "has a head for other labels than the 3 of the data (0, 1, 2)" in failure(
-        tuned, again.replace(dataset=str(path), end_idx=None)
-    )
+    assert "doesn't fit the data's 3 labels (0, 1, 2)" in failure(tuned, again.replace(dataset=str(path), end_idx=None))
 
 
 def test_presets_name_real_hub_models_and_what_they_need(capsys, monkeypatch):
