@@ -223,7 +223,7 @@ def test_bf16_is_not_for_a_t4(ask, little):
 @pytest.mark.parametrize(
     "kind, gpus, memory, settings, words",
     [
-        (ConfigError, 2, "T5", {}, "known are T4"),
+        (ConfigError, 2, "T5", {}, "known names: T4"),
         (ConfigError, 2, -3, {}, "unknown GPU"),
         (ConfigError, 2, 0, {}, "not a GPU size"),
         (ConfigError, 0, "T4", {}, "gpus=0"),
