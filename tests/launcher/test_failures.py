@@ -203,9 +203,9 @@ def test_broken_data(refusing, run_root, line, reason, nproc):
         ("strat_idx=5", "ConfigError", "unknown parameter 'strat_idx' .did you mean 'start_idx'"),
         ("hf_token='x'", "ConfigError", "looks like a secret.*HF_TOKEN"),
         ("hf_repo='hf_" + "a" * 34 + "'", "ConfigError", "has the shape of an access token.*HF_TOKEN"),
-        ("resume_file='nope'", "CheckpointError", "there is no checkpoint 'nope'"),
+        ("resume_file='nope'", "CheckpointError", "no checkpoint 'nope'"),
         ("hf_repo='me/model'", "CheckpointError", "no Hub token: put one in the environment variable HF_TOKEN"),
-        ("max_length=4096, nproc=1", "ModelError", "beyond the 512 positions"),
+        ("max_length=4096, nproc=1", "ModelError", "512 positions"),
     ],
 )
 def test_bad_settings(refusing, run_root, values, name, reason):
