@@ -1,6 +1,6 @@
 """Answers: the same ones whatever the batch, the ranks and the crashes; kept, judged and written.
 
-python tests/generation/test_generation.py 20     # kills a generation that often, and says what came of it
+PYTHONPATH=tests python tests/generation/test_generation.py 20     # kills a generation that often; are the answers the same?
 """
 
 import json
