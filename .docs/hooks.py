@@ -37,7 +37,9 @@ class Settings(griffe.Extension):
             default, _, text = ast.parse(str(attr.value), mode="eval").body.args
             attr.value = ast.unparse(default)
             parts = getattr(text, "values", [text])  # an f-string has several
-            text = "".join(part.value if isinstance(part, ast.Constant) else "..." for part in parts)
+            text = "".join(
+                part.value if isinstance(part, ast.Constant) else "..." for part in parts
+            )
             attr.docstring = griffe.Docstring(text, parent=attr)
 
 
@@ -50,7 +52,9 @@ def notebooks():
         return place < 0, place, path
 
     found = sorted(
-        p.relative_to(REPO).as_posix() for folder in ("nbs", "nbs/[!.]*") for p in REPO.glob(f"{folder}/*.ipynb")
+        p.relative_to(REPO).as_posix()
+        for folder in ("nbs", "nbs/[!.]*")
+        for p in REPO.glob(f"{folder}/*.ipynb")
     )
     found = [p for p in found if not p.startswith("nbs/runs/")]
     guides = [p for p in found if p.startswith(("nbs/guides/", "nbs/guide_"))]
@@ -92,7 +96,9 @@ def api_pages():
         for name in names:
             docstring = package[f"{home}.{name}"].docstring
             summary = " ".join(docstring.value.split("\n\n")[0].split()) if docstring else ""
-            pages["api/index.md"] += f"| [`{name}`]({home}.md#multigpu_ft.{home}.{name}) | {summary} |\n"
+            pages["api/index.md"] += (
+                f"| [`{name}`]({home}.md#multigpu_ft.{home}.{name}) | {summary} |\n"
+            )
             page += f"\n::: multigpu_ft.{home}.{name}\n    options:\n      heading_level: {level}\n"
         pages[f"api/{home}.md"] = page
     return pages
@@ -113,7 +119,11 @@ def on_config(config):
 def on_files(files, config):
     """Add the pages and the pictures, each under its path in the repository."""
     where = str(REPO), config.site_dir, config.use_directory_urls
-    for path in ["README.md", *PROJECT, *(p.relative_to(REPO).as_posix() for p in REPO.glob("bench/results/*.png"))]:
+    for path in [
+        "README.md",
+        *PROJECT,
+        *(p.relative_to(REPO).as_posix() for p in REPO.glob("bench/results/*.png")),
+    ]:
         files.append(File(path, *where))
     for path in paths(sum(notebooks().values(), [])):
         files.append(Notebook(path, *where))
@@ -126,7 +136,11 @@ def show(output):
     """Return the HTML of one output of a cell."""
     data = output.get("data", {})
     if "image/png" in data:
-        image = "".join(data["image/png"].split()) if isinstance(data["image/png"], str) else "".join(data["image/png"])
+        image = (
+            "".join(data["image/png"].split())
+            if isinstance(data["image/png"], str)
+            else "".join(data["image/png"])
+        )
         width = int.from_bytes(b64decode(image[:44])[16:20], "big")
         return f'<img alt="Picture that the cell above draws" width="{width}" src="data:image/png;base64,{image}">'
     if "text/html" in data:
@@ -168,7 +182,9 @@ def on_page_read_source(page, config):
 def outside_code(change, text):
     """Apply `change` to the parts of Markdown text that are not code."""
     parts = CODE.split(text)  # text, code, its fence, text, ...
-    return "".join(change(part) if i % 3 == 0 else part for i, part in enumerate(parts) if i % 3 < 2 and part)
+    return "".join(
+        change(part) if i % 3 == 0 else part for i, part in enumerate(parts) if i % 3 < 2 and part
+    )
 
 
 def to_math(text):

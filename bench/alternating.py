@@ -28,7 +28,13 @@ def their_step():
 
 seconds = take_turns((ours.step, their_step), steps, 1e-3)
 if ours.world.is_main:
-    print(json.dumps([bare / own for own, bare in zip(seconds[ours.step], seconds[their_step], strict=True)][2:]))
+    print(
+        json.dumps(
+            [bare / own for own, bare in zip(seconds[ours.step], seconds[their_step], strict=True)][
+                2:
+            ]
+        )
+    )
 sys.stdout.flush()
 dist.barrier()
 os._exit(0)

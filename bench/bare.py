@@ -20,7 +20,9 @@ def bare_step(model, optimizer, ids, labels):
     targets = torch.tensor(float((labels[:, 1:] != -100).sum()))
     dist.all_reduce(targets)
     logits = model(input_ids=ids).logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+    loss = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+    )
     (loss * dist.get_world_size() / targets).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

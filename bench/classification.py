@@ -90,7 +90,10 @@ def peer(data, arm, seed):
             check=True,
             capture_output=True,
         )
-        return {**json.loads((Path(root) / "peer.json").read_text()), "seconds": time.perf_counter() - begun}
+        return {
+            **json.loads((Path(root) / "peer.json").read_text()),
+            "seconds": time.perf_counter() - begun,
+        }
 
 
 def be_peer(data, arm, seed, root):
@@ -114,7 +117,10 @@ def be_peer(data, arm, seed, root):
     if settings["tuning"] == "lora":
         targets = ["query", "value"] if arm == "q/v" else "all-linear"
         model = get_peft_model(
-            model, LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules=targets, task_type="SEQ_CLS")
+            model,
+            LoraConfig(
+                r=8, lora_alpha=16, lora_dropout=0.05, target_modules=targets, task_type="SEQ_CLS"
+            ),
         )
     files = {name: str(data / f"{name}.tsv") for name in ("train", "dev")}
     # quotes are plain characters in these files
@@ -144,12 +150,16 @@ def be_peer(data, arm, seed, root):
         train_dataset=sets["train"],
         eval_dataset=sets["dev"],
         data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=lambda p: {"accuracy": float((np.argmax(p.predictions, -1) == p.label_ids).mean())},
+        compute_metrics=lambda p: {
+            "accuracy": float((np.argmax(p.predictions, -1) == p.label_ids).mean())
+        },
     )
     trainer.train()
     accuracy = trainer.evaluate()["eval_accuracy"]
     if trainer.is_world_process_zero():
-        (Path(root) / "peer.json").write_text(json.dumps({"accuracy": accuracy, "steps": trainer.state.global_step}))
+        (Path(root) / "peer.json").write_text(
+            json.dumps({"accuracy": accuracy, "steps": trainer.state.global_step})
+        )
 
 
 def draw(results):
@@ -158,7 +168,9 @@ def draw(results):
 
     figure = Figure(figsize=(6.4, 3.6), dpi=100, layout="constrained")
     axes = figure.subplots()
-    for color, (arm, runs) in zip(("tab:blue", "tab:orange", "tab:green"), results.items(), strict=False):
+    for color, (arm, runs) in zip(
+        ("tab:blue", "tab:orange", "tab:green"), results.items(), strict=False
+    ):
         for number, run in enumerate(runs["ours"]):
             axes.plot(
                 *zip([0, run["before"]], *run["curve"], strict=True),
@@ -169,7 +181,11 @@ def draw(results):
         for number, run in enumerate(runs["peer"]):
             label = "Trainer + peft, at the end" if number == 0 and color == "tab:green" else None
             axes.plot(run["steps"] + 4, run["accuracy"], "x", color=color, label=label)
-    axes.set(xlabel="optimizer step (32 sentences)", ylabel="accuracy on 872 dev sentences", ylim=(0.45, 0.9))
+    axes.set(
+        xlabel="optimizer step (32 sentences)",
+        ylabel="accuracy on 872 dev sentences",
+        ylim=(0.45, 0.9),
+    )
     axes.set_title("SST-2, all-MiniLM-L6-v2, one epoch, 2 ranks")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")
@@ -177,7 +193,9 @@ def draw(results):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
@@ -188,7 +206,11 @@ def main():
         arm, seed, root = options.peer
         return be_peer(options.data, arm, int(seed), root)
     path = RESULTS / "classification.json"
-    results = json.loads(path.read_text()) if options.add else {arm: {"ours": [], "peer": []} for arm in ARMS}
+    results = (
+        json.loads(path.read_text())
+        if options.add
+        else {arm: {"ours": [], "peer": []} for arm in ARMS}
+    )
     for seed in options.seeds:
         for arm in options.arms:  # interleaved
             results[arm]["ours"].append(ours(options.data, arm, seed))
@@ -197,11 +219,17 @@ def main():
             print(
                 seed,
                 arm,
-                {who: (runs[-1]["accuracy"], round(runs[-1]["seconds"])) for who, runs in results[arm].items()},
+                {
+                    who: (runs[-1]["accuracy"], round(runs[-1]["seconds"]))
+                    for who, runs in results[arm].items()
+                },
                 flush=True,
             )
     for arm, runs in results.items():
-        shown = {who: f"{statistics.median(r['accuracy'] for r in found):.4f}" for who, found in runs.items()}
+        shown = {
+            who: f"{statistics.median(r['accuracy'] for r in found):.4f}"
+            for who, found in runs.items()
+        }
         print(f"{arm:10} asked {WANTED[arm]}", shown, f"n={len(runs['ours'])}")
     draw(results)
 

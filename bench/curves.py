@@ -14,7 +14,11 @@ WAYS = {
     "single, 8 rows": {"strategy": "single", "batch_size": 8},
     "ddp, 2 × 4 rows": {"strategy": "ddp", "batch_size": 4},
     "ddp, 2 × 4 × 1 row": {"strategy": "ddp", "batch_size": 1, "accum_steps": 4},
-    "fsdp full_shard, 2 × 4 rows": {"strategy": "fsdp", "batch_size": 4, "communication": "micro_batch"},
+    "fsdp full_shard, 2 × 4 rows": {
+        "strategy": "fsdp",
+        "batch_size": 4,
+        "communication": "micro_batch",
+    },
     "fsdp shard_grad_op, 2 × 2 × 2 rows": {
         "strategy": "fsdp",
         "batch_size": 2,
@@ -36,7 +40,12 @@ with tempfile.TemporaryDirectory() as root:
     for way, settings in WAYS.items():
         run = launch(
             RunConfig(
-                dataset=args.dataset, run_root=root, resume_file="none", packing="packed", max_steps=25, **settings
+                dataset=args.dataset,
+                run_root=root,
+                resume_file="none",
+                packing="packed",
+                max_steps=25,
+                **settings,
             ),
             wait=False,
         ).wait()

@@ -62,7 +62,9 @@ def by_hand(model_folder, texts):
         ids = torch.tensor([*ids, tokenizer.eos_token_id][:MAX_LENGTH])
         with torch.no_grad():
             sums.append(
-                F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1].double(), ids[1:], reduction="sum").item()
+                F.cross_entropy(
+                    model(input_ids=ids[None]).logits[0, :-1].double(), ids[1:], reduction="sum"
+                ).item()
             )
         targets += len(ids) - 1
     return sum(sums) / targets, targets, sums
@@ -70,7 +72,9 @@ def by_hand(model_folder, texts):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dataset", type=Path, default=ROOT.parent / "shared" / "data" / "abstracts.jsonl")
+    parser.add_argument(
+        "--dataset", type=Path, default=ROOT.parent / "shared" / "data" / "abstracts.jsonl"
+    )
     options = parser.parse_args()
     from multigpu_ft.data.sources import builtin_corpus
 
@@ -102,12 +106,18 @@ def main():
         )
         seconds = time.perf_counter() - begun
         notebook = (RESULTS / "evaluate.ipynb").read_text()
-        for folder, name in ((tmp, "."), (str(options.dataset.resolve().parent), "."), (str(ROOT), ".")):
+        for folder, name in (
+            (tmp, "."),
+            (str(options.dataset.resolve().parent), "."),
+            (str(ROOT), "."),
+        ):
             notebook = notebook.replace(folder, name)
         (RESULTS / "evaluate.ipynb").write_text(notebook)
         said = json.loads((series / "report" / "evaluation.json").read_text())
 
-        abstracts = [json.loads(line)["text"] for line in options.dataset.read_text().splitlines()][slice(*HELD_OUT)]
+        abstracts = [json.loads(line)["text"] for line in options.dataset.read_text().splitlines()][
+            slice(*HELD_OUT)
+        ]
         docs = builtin_corpus()[slice(*FORGETTING)]
         rows, sums = [], {}
         for model in said["models"]:
@@ -127,7 +137,9 @@ def main():
                         "targets": said["sets"][name]["targets"],
                     }
                 )
-        fell = np.array(sums[said["models"][-1]["name"], "target"]) < np.array(sums["base", "target"])
+        fell = np.array(sums[said["models"][-1]["name"], "target"]) < np.array(
+            sums["base", "target"]
+        )
         found = {
             "dataset": options.dataset.name,
             "slices": [[0, SLICES[0]], list(SLICES)],
@@ -142,11 +154,19 @@ def main():
             "evaluation": said,
             "notebook_bytes": len(notebook.encode()),
         }
-        text = json.dumps(found, indent=1).replace(tmp, ".").replace(str(options.dataset.resolve().parent), ".")
+        text = (
+            json.dumps(found, indent=1)
+            .replace(tmp, ".")
+            .replace(str(options.dataset.resolve().parent), ".")
+        )
         (RESULTS / "evaluation.json").write_text(text + "\n")
         for row in rows:
             print(row)
-        assert found["largest_gap"] < 1e-4 and found["verdict"] == "better" and found["notebook_bytes"] < 600_000, found
+        assert (
+            found["largest_gap"] < 1e-4
+            and found["verdict"] == "better"
+            and found["notebook_bytes"] < 600_000
+        ), found
 
 
 if __name__ == "__main__":

@@ -33,10 +33,16 @@ def static_halves(folder, dataset, questions, out):
 
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
     model.config.use_cache = model.generation_config.use_cache = True
     with open(dataset) as file:
-        rows = [json.loads(line)["messages"][:1] for _, line in zip(range(questions), file, strict=False)]
+        rows = [
+            json.loads(line)["messages"][:1]
+            for _, line in zip(range(questions), file, strict=False)
+        ]
     half = len(rows) // ranks
     mine = rows[rank * half :] if rank == ranks - 1 else rows[rank * half : (rank + 1) * half]
     torch.manual_seed(rank)
@@ -66,7 +72,12 @@ def static_halves(folder, dataset, questions, out):
         lengths = [n for _, part in everybodys for n in part]
         with open(out, "w") as file:
             json.dump(
-                {"sequences_per_second": len(lengths) / seconds, "seconds": seconds, "tokens": sum(lengths)}, file
+                {
+                    "sequences_per_second": len(lengths) / seconds,
+                    "seconds": seconds,
+                    "tokens": sum(lengths),
+                },
+                file,
             )
     dist.barrier()
 
@@ -154,13 +165,22 @@ def ours(folder, dataset, questions, places, ranks, out):
     said = json.loads(run.stdout)
     with open(out) as file:
         tokens = sum(json.loads(line)["completion_tokens"] for line in file)
-    return {"sequences_per_second": said["sequences"] / said["seconds"], "seconds": said["seconds"], "tokens": tokens}
+    return {
+        "sequences_per_second": said["sequences"] / said["seconds"],
+        "seconds": said["seconds"],
+        "tokens": tokens,
+    }
 
 
 def at_once(folder, dataset, out):
     "Two generations of their own, each on one rank."
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda n: ours(folder, dataset, 22, 38, 1, out.with_name(f"{n}-{out.name}")), range(2)))
+        both = list(
+            pool.map(
+                lambda n: ours(folder, dataset, 22, 38, 1, out.with_name(f"{n}-{out.name}")),
+                range(2),
+            )
+        )
     return {
         "sequences_per_second": sum(b["sequences_per_second"] for b in both),
         "seconds": max(b["seconds"] for b in both),
@@ -196,7 +216,9 @@ def theirs(folder, dataset, questions, out):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dataset", type=Path, default=ROOT.parent / "shared" / "data" / "questions.jsonl")
+    parser.add_argument(
+        "--dataset", type=Path, default=ROOT.parent / "shared" / "data" / "questions.jsonl"
+    )
     parser.add_argument("--compare", choices=COMPARISONS, nargs="+", default=list(COMPARISONS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kind", choices=("opt", "qwen3"), nargs="+", default=["opt", "qwen3"])
@@ -214,7 +236,9 @@ def main():
         with tempfile.TemporaryDirectory() as tmp:
             folder = options.model or train(Path(tmp), options.dataset.resolve(), kind)
             for name in options.compare:
-                results.setdefault(kind, {})[name] = compare(COMPARISONS[name], options, folder, Path(tmp))
+                results.setdefault(kind, {})[name] = compare(
+                    COMPARISONS[name], options, folder, Path(tmp)
+                )
                 path.write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -223,7 +247,9 @@ def compare(comparison, options, folder, root):
     found = {arm: [] for arm in comparison}
     for number in range(options.repeats):
         for arm, run in comparison.items():
-            found[arm].append(run(folder, options.dataset.resolve(), root / f"{arm}-{number}.jsonl"))
+            found[arm].append(
+                run(folder, options.dataset.resolve(), root / f"{arm}-{number}.jsonl")
+            )
             print(number, arm, {k: round(v, 2) for k, v in found[arm][-1].items()}, flush=True)
     return summary(found)
 
@@ -243,8 +269,12 @@ def summary(found):
     return {
         "repeats": len(next(iter(found.values()))),
         "sequences_per_second": {name: spread(values) for name, values in speeds.items()},
-        "tokens_per_second": {name: spread([r["tokens"] / r["seconds"] for r in runs]) for name, runs in found.items()},
-        f"{first} / {second}": spread([a / b for a, b in zip(speeds[first], speeds[second], strict=True)]),
+        "tokens_per_second": {
+            name: spread([r["tokens"] / r["seconds"] for r in runs]) for name, runs in found.items()
+        },
+        f"{first} / {second}": spread(
+            [a / b for a, b in zip(speeds[first], speeds[second], strict=True)]
+        ),
     }
 
 

@@ -61,7 +61,9 @@ def skewed(rng, n):
 @shape
 def skewed_and_grows_with_length(rng, n):
     z = rng.normal(0, 1, n)
-    return np.clip(np.round(np.exp(5 + 0.8 * z)), 2, 1024), -0.05 * z - 0.1 * rng.lognormal(0, 0.8, n)
+    return np.clip(np.round(np.exp(5 + 0.8 * z)), 2, 1024), -0.05 * z - 0.1 * rng.lognormal(
+        0, 0.8, n
+    )
 
 
 @shape
@@ -137,7 +139,9 @@ def verdicts(name, n, sets, shift):
         tokens, each = make(rng, n)
         base = tokens * (4 + rng.normal(0, 0.4, n))
         losses = {"base": base, "new": base + tokens * (each - truth + shift)}
-        scored = Scores("made up", 0, n, np.arange(n), tokens.astype(int), tokens.astype(int), losses)
+        scored = Scores(
+            "made up", 0, n, np.arange(n), tokens.astype(int), tokens.astype(int), losses
+        )
         verdict = Comparison(scored, ["base", "new"], "causal-lm").newest.to_base.verdict
         said[verdict] = said.get(verdict, 0) + 1
     return {
@@ -173,7 +177,9 @@ def cost(n):
     rng = np.random.default_rng(0)
     tokens = lognormal(rng, n).astype(int)
     base = tokens * rng.normal(4, 0.4, n)
-    scored = Scores("made up", 0, n, np.arange(n), tokens, tokens, {"base": base, "new": base - 0.1 * tokens})
+    scored = Scores(
+        "made up", 0, n, np.arange(n), tokens, tokens, {"base": base, "new": base - 0.1 * tokens}
+    )
     begun = time.perf_counter()
     Comparison(scored, ["base", "new"], "causal-lm")
     seconds = time.perf_counter() - begun
@@ -185,7 +191,9 @@ def cost(n):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sets", type=int, default=1000)
     parser.add_argument("--sizes", type=int, nargs="*", default=[30, 50, 100, 400])
     parser.add_argument("--json", type=Path)
@@ -197,13 +205,22 @@ def main():
     print(*results["cost"], sep="\n", flush=True)
     splits = (0.05, 0.05), (0.05, 0.15), (0.01, 0.05), (0, 0.03)
     for kind, found in (
-        ("accuracy", (share_coverage(*split, n, options.sets) for split in splits for n in options.sizes)),
+        (
+            "accuracy",
+            (share_coverage(*split, n, options.sets) for split in splits for n in options.sizes),
+        ),
         ("intervals", (coverage(name, n, options.sets) for n in options.sizes for name in SHAPES)),
         (
             "nothing_to_find",
-            (verdicts(name, 100, options.sets, 0.0) for name in ("equal_lengths", "gain_grows_with_length", "skewed")),
+            (
+                verdicts(name, 100, options.sets, 0.0)
+                for name in ("equal_lengths", "gain_grows_with_length", "skewed")
+            ),
         ),
-        ("something_to_find", (verdicts("gain_grows_with_length", n, options.sets, -0.05) for n in (50, 100, 200))),
+        (
+            "something_to_find",
+            (verdicts("gain_grows_with_length", n, options.sets, -0.05) for n in (50, 100, 200)),
+        ),
     ):
         results[kind] = []
         for row in found:

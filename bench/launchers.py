@@ -168,7 +168,10 @@ LAUNCHERS = {
         'trainer.fit(Module("{what}", "{marks}"), torch.utils.data.DataLoader(torch.ones(2, 1)))\n'
         'print("returned", trainer.callback_metrics["sum"].item())',
     ),
-    "ipyparallel": (WORK + "import torch" + ENGINES, CLUSTER % 'rc[:].apply_sync(work, "{what}", "{marks}")'),
+    "ipyparallel": (
+        WORK + "import torch" + ENGINES,
+        CLUSTER % 'rc[:].apply_sync(work, "{what}", "{marks}")',
+    ),
     "ipyparallel, first exception": (
         WORK + "import torch" + ENGINES,
         CLUSTER % 'rc[:].apply_async(work, "{what}", "{marks}").get(return_when="FIRST_EXCEPTION")',
@@ -224,7 +227,10 @@ class Trial:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARKER) == self.env[MARKER] and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARKER) == self.env[MARKER]
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 
@@ -237,7 +243,9 @@ class Trial:
         for process in found:
             with contextlib.suppress(psutil.Error):
                 names.append(
-                    "rank" if (self.marks / f"rank-{process.pid}").exists() else " ".join(process.cmdline())[-200:]
+                    "rank"
+                    if (self.marks / f"rank-{process.pid}").exists()
+                    else " ".join(process.cmdline())[-200:]
                 )
         return sorted(names)
 
@@ -253,7 +261,13 @@ class Watched:
     "A cell that runs, and what it has shown."
 
     def __init__(self, kernel, code):
-        self.kernel, self.shown, self.error, self.start, self.end = kernel, [], None, time.time(), None
+        self.kernel, self.shown, self.error, self.start, self.end = (
+            kernel,
+            [],
+            None,
+            time.time(),
+            None,
+        )
         self.cell = kernel.start(code)
 
     def wait(self, limit=HANG, done=lambda: False, since=lambda: 0):
@@ -287,7 +301,9 @@ class Watched:
             "evalue": self.error and self.error["evalue"][-2000:],
             "traceback": self.error and self.error["traceback"][-500:],
             "shown": shown[-1000:],
-            "in_error": [name for name, pattern in CAUSES.items() if error and pattern.search(error)],
+            "in_error": [
+                name for name, pattern in CAUSES.items() if error and pattern.search(error)
+            ],
             "in_shown": [name for name, pattern in CAUSES.items() if pattern.search(shown)],
             "kernel_alive": self.kernel.manager.is_alive(),
         }
@@ -326,7 +342,10 @@ def interrupt(trial):
         pressed = time.time()
         trial.kernel.manager.interrupt_kernel()
         cell.wait(BACK)
-        seen |= {"after_second_interrupt": cell.end and cell.end - pressed, "left_after_second_interrupt": trial.left()}
+        seen |= {
+            "after_second_interrupt": cell.end and cell.end - pressed,
+            "left_after_second_interrupt": trial.left(),
+        }
     return seen
 
 
@@ -356,9 +375,15 @@ def touched(trial):
 
 def papermill(trial):
     notebook = nbformat.v4.new_notebook(
-        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        metadata={
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+        }
     )
-    cells = [trial.prepare, trial.code("raise"), "from pathlib import Path\nPath('uploaded').touch()"]
+    cells = [
+        trial.prepare,
+        trial.code("raise"),
+        "from pathlib import Path\nPath('uploaded').touch()",
+    ]
     notebook.cells = [nbformat.v4.new_code_cell(code) for code in cells]
     nbformat.write(notebook, trial.folder / "in.ipynb")
     started = time.time()
@@ -437,9 +462,15 @@ def told_failure(cause, seen):
 def told_interrupt(seen):
     if seen["after_interrupt"] is None:
         again = seen["after_second_interrupt"]
-        second = f"{again:.1f} s after a second one" if again is not None else "nor after a second one"
-        return f"not back within {BACK} s, {second}" + told_left(seen["left_after_second_interrupt"])
-    return f"back after {seen['after_interrupt']:.1f} s, {seen['ename'] or 'no error'}" + told_left(seen["left"])
+        second = (
+            f"{again:.1f} s after a second one" if again is not None else "nor after a second one"
+        )
+        return f"not back within {BACK} s, {second}" + told_left(
+            seen["left_after_second_interrupt"]
+        )
+    return f"back after {seen['after_interrupt']:.1f} s, {seen['ename'] or 'no error'}" + told_left(
+        seen["left"]
+    )
 
 
 def told_relaunch(seen):
@@ -453,11 +484,19 @@ def told_relaunch(seen):
         if not seen["ename"] and {"printed", "returned"} & set(seen["in_shown"])
         else f"no: {seen['ename'] or 'no result'}"
     )
-    return worked + (" once the hanging cell was interrupted" if hung else "") + told_left(seen["left"])
+    return (
+        worked
+        + (" once the hanging cell was interrupted" if hung else "")
+        + told_left(seen["left"])
+    )
 
 
 def told_touched(seen):
-    if not seen["ename"] and {"printed", "returned"} & set(seen["in_shown"]) or seen["seconds"] is None:
+    if (
+        not seen["ename"]
+        and {"printed", "returned"} & set(seen["in_shown"])
+        or seen["seconds"] is None
+    ):
         return told_sum(seen)
     failed = "the ranks fail" if seen["ranks"] else "refuses before it starts ranks"
     where = (
@@ -473,7 +512,9 @@ def told_touched(seen):
 def told_papermill(seen):
     ran = f"upload cell {'ran' if seen['uploaded'] else 'did not run'}"
     return (
-        f"hangs ({HANG} s), {ran}" if seen["exit"] is None else f"exit {seen['exit']}, {ran}" + told_left(seen["left"])
+        f"hangs ({HANG} s), {ran}"
+        if seen["exit"] is None
+        else f"exit {seen['exit']}, {ran}" + told_left(seen["left"])
     )
 
 
@@ -483,14 +524,26 @@ def told_killed(seen):
 
 SCENARIOS = {
     1: ("succeeds", succeed, told_sum),
-    2: ("rank 1 raises while rank 0 waits for it", partial(fail, what="raise"), partial(told_failure, "raise")),
-    3: ("rank 1 is killed while rank 0 waits for it", partial(fail, what="kill"), partial(told_failure, "kill")),
+    2: (
+        "rank 1 raises while rank 0 waits for it",
+        partial(fail, what="raise"),
+        partial(told_failure, "raise"),
+    ),
+    3: (
+        "rank 1 is killed while rank 0 waits for it",
+        partial(fail, what="kill"),
+        partial(told_failure, "kill"),
+    ),
     4: ("the cell is interrupted", interrupt, told_interrupt),
     5: ("launched again after 2", relaunch, told_relaunch),
     6: ("the kernel has used CUDA", touched, told_touched),
     7: ("papermill, rank 1 raises, the next cell uploads", papermill, told_papermill),
     8: (f"the kernel is killed: {LEFT} s later", kernel_killed, told_killed),
-    9: ("rank 1 raises while rank 0 computes", partial(fail, what="alone"), partial(told_failure, "raise")),
+    9: (
+        "rank 1 raises while rank 0 computes",
+        partial(fail, what="alone"),
+        partial(told_failure, "raise"),
+    ),
 }
 
 
@@ -500,7 +553,9 @@ def told(number, rounds):
     for text in map(SCENARIOS[number][2], rounds):
         outcomes.setdefault(re.sub(r"\d+\.\d+ s", "", text), []).append(text)
     medians = [
-        sorted(texts, key=lambda text: [float(s) for s in re.findall(r"(\d+\.\d+) s", text)])[(len(texts) - 1) // 2]
+        sorted(texts, key=lambda text: [float(s) for s in re.findall(r"(\d+\.\d+) s", text)])[
+            (len(texts) - 1) // 2
+        ]
         for texts in outcomes.values()
     ]
     return "; ".join(
@@ -514,18 +569,32 @@ def table(trials):
     lines = [["", *names], ["---"] * (len(names) + 1)]
     for number, (title, _, _) in SCENARIOS.items():
         if any(str(number) in trials[name] for name in names):
-            lines.append([f"{number} {title}", *(told(number, trials[name].get(str(number), [])) for name in names)])
+            lines.append(
+                [
+                    f"{number} {title}",
+                    *(told(number, trials[name].get(str(number), [])) for name in names),
+                ]
+            )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), metavar="NAME", help=", ".join(LAUNCHERS)
+        "--only",
+        nargs="+",
+        choices=LAUNCHERS,
+        default=list(LAUNCHERS),
+        metavar="NAME",
+        help=", ".join(LAUNCHERS),
     )
-    parser.add_argument("--scenarios", nargs="+", type=int, choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument(
+        "--scenarios", nargs="+", type=int, choices=SCENARIOS, default=list(SCENARIOS)
+    )
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "launchers.json")
+    parser.add_argument(
+        "--json", type=Path, default=Path(__file__).parent / "results" / "launchers.json"
+    )
     options = parser.parse_args()
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     print(json.dumps(versions), flush=True)
@@ -536,7 +605,9 @@ def main():
             trials.setdefault(name, {})[str(number)] = seen = []
             for _ in range(options.rounds):
                 started = time.time()
-                with tempfile.TemporaryDirectory(prefix="bench-launchers-", ignore_cleanup_errors=True) as tmp:
+                with tempfile.TemporaryDirectory(
+                    prefix="bench-launchers-", ignore_cleanup_errors=True
+                ) as tmp:
                     trial = Trial(name, Path(tmp))
                     try:
                         seen.append(SCENARIOS[number][1](trial))

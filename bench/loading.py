@@ -68,7 +68,11 @@ def be_rank(arm, folder):
 
     torch.set_num_threads(1)
     tuning, precision = ARMS[arm]
-    cfg = RunConfig(model=str(folder / precision), strategy="fsdp", tuning="full" if tuning == "each" else tuning)
+    cfg = RunConfig(
+        model=str(folder / precision),
+        strategy="fsdp",
+        tuning="full" if tuning == "each" else tuning,
+    )
     world, tokenizer = join_world(cfg), load_tokenizer(cfg)
     quantization = "4bit" if tuning == "qlora" else "none"
     strategy, _ = make_strategy(cfg, world, 0)
@@ -82,7 +86,11 @@ def be_rank(arm, folder):
             fully_shard(block)
         fully_shard(model)
     else:
-        model = load_model(cfg, tokenizer, quantization=quantization) if world.is_main else load_shell(cfg, tokenizer)
+        model = (
+            load_model(cfg, tokenizer, quantization=quantization)
+            if world.is_main
+            else load_shell(cfg, tokenizer)
+        )
         if quantization == "4bit":
             share_quantization(model, torch.float32, world.is_main)
         model = add_adapter(cfg, model) if tuning != "full" else model
@@ -109,7 +117,9 @@ def measure(arm, folder):
         str(folder),
     ]
     process = subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, stderr=subprocess.DEVNULL
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stderr=subprocess.DEVNULL,
     )
     while len(list(folder.glob("ready*"))) < 2:
         assert process.poll() is None, arm
@@ -130,7 +140,9 @@ def measure(arm, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
     parser.add_argument("--folder", type=Path)
@@ -151,7 +163,9 @@ def main():
         print(
             f"{arm:32} {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) of one fp32 copy, {seconds:.1f} s"
         )
-    (RESULTS / "loading.json").write_text(json.dumps({"parameters": parameters, "runs": results}, indent=1))
+    (RESULTS / "loading.json").write_text(
+        json.dumps({"parameters": parameters, "runs": results}, indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -79,8 +79,14 @@ ON_CPU = {
     "ddp, bucketed": (OPT, {"strategy": "ddp", "packing": "bucketed"}),
     "ddp, eager": (OPT, {"strategy": "ddp", "attn_implementation": "eager"}),
     "fsdp": (OPT, {"strategy": "fsdp"}),
-    "fsdp, sharded in each micro-batch": (OPT, {"strategy": "fsdp", "communication": "micro_batch", "accum_steps": 2}),
-    "fsdp, shard_grad_op": (OPT, {"strategy": "fsdp", "communication": "micro_batch", "sharding": "shard_grad_op"}),
+    "fsdp, sharded in each micro-batch": (
+        OPT,
+        {"strategy": "fsdp", "communication": "micro_batch", "accum_steps": 2},
+    ),
+    "fsdp, shard_grad_op": (
+        OPT,
+        {"strategy": "fsdp", "communication": "micro_batch", "sharding": "shard_grad_op"},
+    ),
     "fsdp, checkpointed": (OPT, {"strategy": "fsdp", "activation_checkpointing": "full"}),
     "fsdp, every 2nd checkpointed": (OPT, {"strategy": "fsdp", "activation_checkpointing": 2}),
     "fsdp, bf16": (OPT, {"strategy": "fsdp", "dtype": "bf16"}),
@@ -89,7 +95,10 @@ ON_CPU = {
     "lora, fsdp": (QWEN, {"strategy": "fsdp", "tuning": "lora", "quantization": "none"}),
     "qlora": (QWEN, {"strategy": "ddp", "tuning": "qlora"}),
     "qlora, fsdp": (QWEN, {"strategy": "fsdp", "tuning": "qlora"}),
-    "qlora, checkpointed": (QWEN, {"strategy": "ddp", "tuning": "qlora", "activation_checkpointing": "full"}),
+    "qlora, checkpointed": (
+        QWEN,
+        {"strategy": "ddp", "tuning": "qlora", "activation_checkpointing": "full"},
+    ),
     "Qwen3, padded": (QWEN, {"strategy": "fsdp", "packing": "padded"}),
     "BERT": (BERT, {"strategy": "ddp", **LABELLED}),
     "BERT, lora": (BERT, {"strategy": "ddp", "tuning": "lora", "quantization": "none", **LABELLED}),
@@ -110,7 +119,9 @@ def configuration(folder: str, settings: dict) -> RunConfig:
     )
 
 
-def save_model(architecture: dict, folder: str, task: str | None, dtype: torch.dtype = torch.float32) -> None:
+def save_model(
+    architecture: dict, folder: str, task: str | None, dtype: torch.dtype = torch.float32
+) -> None:
     "A model with random weights, in a folder."
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -139,7 +150,9 @@ def measure(cfg: RunConfig) -> tuple[int, int]:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
-        model, streamed = load_base(cfg, world, NoTokenizer(), labels, dtype, quantization, cfg.strategy == "fsdp")
+        model, streamed = load_base(
+            cfg, world, NoTokenizer(), labels, dtype, quantization, cfg.strategy == "fsdp"
+        )
         for parameter in (
             () if streamed else model.parameters()
         ):  # on a GPU each is a copy, here a view of the file, all of which counts while one is there
@@ -148,11 +161,15 @@ def measure(cfg: RunConfig) -> tuple[int, int]:
         strategy, _ = make_strategy(cfg, world, 0)
         put_under(cfg, strategy, with_loss(cfg, model, labels), streamed)
         del model
-        step = Step([longest_batch(cfg, packing_of(cfg), bool(labels))] * cfg.accum_steps, 1, 1, 1, 1, 1, 1)
+        step = Step(
+            [longest_batch(cfg, packing_of(cfg), bool(labels))] * cfg.accum_steps, 1, 1, 1, 1, 1, 1
+        )
         for _ in range(2):
             with torch.profiler.record_function("a step begins"):
                 pass
-            train_step(strategy, step, cfg.learning_rate, cfg.max_grad_norm, Stopwatch(world.device))
+            train_step(
+                strategy, step, cfg.learning_rate, cfg.max_grad_norm, Stopwatch(world.device)
+            )
     return peaks_of(profile.profiler.kineto_results.experimental_event_tree())
 
 
@@ -168,7 +185,9 @@ def peaks_of(tree: list) -> tuple[int, int]:
         if event.name == "a step begins":
             begun = begun or event.start_time_ns
         if event.tag == torch._C._profiler._EventType.Allocation:
-            moments.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr, copied))
+            moments.append(
+                (event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr, copied)
+            )
         for child in event.children:
             walk(child, copied)
 
@@ -205,7 +224,9 @@ def in_processes(cfg: RunConfig) -> tuple[int, int]:
         command = [sys.executable, __file__, "--rank", json.dumps(cfg.model_dump()), folder]
         ranks = [
             subprocess.Popen(
-                command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE
+                command,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.PIPE,
             )
             for rank in range(2)
         ]
@@ -232,7 +253,14 @@ def on_cpu(wanted: list[str]) -> None:
         guess, real, copies = compare(name)
         mib = {"predicted_mib": guess, "measured_mib": real, "measured_with_gloo_mib": copies}
         mib = {k: round(v / 2**20, 2) for k, v in mib.items()}
-        rows.append({"configuration": name, **mib, "error": guess / real - 1, "error_with_gloo": guess / copies - 1})
+        rows.append(
+            {
+                "configuration": name,
+                **mib,
+                "error": guess / real - 1,
+                "error_with_gloo": guess / copies - 1,
+            }
+        )
         print(
             f"{name:36} predicted {guess / 2**20:8.2f} MiB   measured {real / 2**20:8.2f} MiB   {guess / real - 1:+.2%}   "
             f"with gloo's copies {copies / 2**20:8.2f} MiB {guess / copies - 1:+.2%}",
@@ -246,7 +274,12 @@ def on_cpu(wanted: list[str]) -> None:
 def summarise(rows: list[dict]) -> dict:
     errors = [abs(row["error"]) for row in rows]
     print(f"median error {median(errors):.2%}, worst {max(errors):.2%}, of {len(rows)}")
-    return {"rows": rows, "median_error": median(errors), "worst_error": max(errors), "torch": torch.__version__}
+    return {
+        "rows": rows,
+        "median_error": median(errors),
+        "worst_error": max(errors),
+        "torch": torch.__version__,
+    }
 
 
 def save(name: str, content: dict) -> None:
@@ -293,7 +326,10 @@ def gpu_configurations() -> dict[str, tuple[dict, dict]]:
     found = {}
     for strategy in ("ddp", "fsdp"):
         for dtype in ("bf16", "fp16", "fp32"):
-            found[f"{strategy}, {dtype}"] = (LARGE_OPT, {**base, "strategy": strategy, "dtype": dtype})
+            found[f"{strategy}, {dtype}"] = (
+                LARGE_OPT,
+                {**base, "strategy": strategy, "dtype": dtype},
+            )
         for name, settings in {
             "checkpointed": {"activation_checkpointing": "full"},
             "every 2nd": {"activation_checkpointing": 2},
@@ -304,9 +340,15 @@ def gpu_configurations() -> dict[str, tuple[dict, dict]]:
             found[f"{strategy}, {name}"] = (LARGE_OPT, {**base, "strategy": strategy, **settings})
         for tuning in ("lora", "qlora"):
             whole = {"quantization": "none"} if tuning == "lora" else {}
-            found[f"{strategy}, {tuning}"] = (LARGE_QWEN, {**base, "strategy": strategy, "tuning": tuning, **whole})
+            found[f"{strategy}, {tuning}"] = (
+                LARGE_QWEN,
+                {**base, "strategy": strategy, "tuning": tuning, **whole},
+            )
         found[f"{strategy}, Qwen3"] = (LARGE_QWEN, {**base, "strategy": strategy})
-    found["fsdp, micro_batch"] = (LARGE_OPT, {**base, "strategy": "fsdp", "communication": "micro_batch"})
+    found["fsdp, micro_batch"] = (
+        LARGE_OPT,
+        {**base, "strategy": "fsdp", "communication": "micro_batch"},
+    )
     found["ddp, 8-bit Adam"] = (LARGE_OPT, {**base, "strategy": "ddp", "optimizer": "adamw_8bit"})
     found["ddp, lora 8 bit"] = (LARGE_QWEN, {**base, "strategy": "ddp", "tuning": "lora8bit"})
     found["ddp, BERT"] = (LARGE_BERT, {**base, "strategy": "ddp", **LABELLED})
@@ -360,7 +402,9 @@ def measure_on_gpu(cfg: RunConfig) -> dict[str, float]:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    step = Step([longest_batch(cfg, packing_of(cfg), bool(labels))] * cfg.accum_steps, 1, 1, 1, 1, 1, 1)
+    step = Step(
+        [longest_batch(cfg, packing_of(cfg), bool(labels))] * cfg.accum_steps, 1, 1, 1, 1, 1, 1
+    )
     begun = 0.0
     for _ in range(3):
         torch.cuda.synchronize()
@@ -374,7 +418,12 @@ def measure_on_gpu(cfg: RunConfig) -> dict[str, float]:
 
 
 def on_gpu() -> None:
-    rows, gpu = [], find_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**20)
+    rows, gpu = (
+        [],
+        find_gpu(
+            torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**20
+        ),
+    )
     for name, (architecture, settings) in gpu_configurations().items():
         with tempfile.TemporaryDirectory() as folder:
             save_model(architecture, folder, settings.get("task"))
@@ -420,7 +469,14 @@ def on_gpu() -> None:
 
 # -- what fits on 2 x T4, and how long an estimate takes --------------------------------------------------------------
 
-LORA = {"tuning": "lora", "quantization": "none", "task": "chat", "batch_size": 2, "accum_steps": 4, "max_length": 1024}
+LORA = {
+    "tuning": "lora",
+    "quantization": "none",
+    "task": "chat",
+    "batch_size": 2,
+    "accum_steps": 4,
+    "max_length": 1024,
+}
 QLORA = {"tuning": "qlora", "task": "chat", "batch_size": 1, "accum_steps": 8, "max_length": 1024}
 TABLE = {
     "OPT-1.3B, full, fsdp, 4 x 512": {
@@ -431,7 +487,12 @@ TABLE = {
         "activation_checkpointing": "none",
     },
     "OPT-1.3B, the preset": {"preset": "opt-1.3b-arxiv"},
-    "OPT-1.3B, full, ddp": {"model": "facebook/opt-1.3b", "strategy": "ddp", "batch_size": 4, "max_length": 512},
+    "OPT-1.3B, full, ddp": {
+        "model": "facebook/opt-1.3b",
+        "strategy": "ddp",
+        "batch_size": 4,
+        "max_length": 512,
+    },
     "Qwen3-0.6B, LoRA, ddp": {"model": "Qwen/Qwen3-0.6B", "strategy": "ddp", **LORA},
     "Qwen3-1.7B, LoRA, ddp": {"model": "Qwen/Qwen3-1.7B", "strategy": "ddp", **LORA},
     "Qwen3-8B, QLoRA": {"model": "Qwen/Qwen3-8B", **QLORA},
@@ -443,8 +504,15 @@ TABLE = {
 def table() -> None:
     rows = {}
     for name, settings in TABLE.items():
-        preset, settings = settings.get("preset"), {k: v for k, v in settings.items() if k != "preset"}
-        cfg = RunConfig.preset(preset, **settings) if preset else RunConfig(dataset="user/data", **settings)
+        preset, settings = (
+            settings.get("preset"),
+            {k: v for k, v in settings.items() if k != "preset"},
+        )
+        cfg = (
+            RunConfig.preset(preset, **settings)
+            if preset
+            else RunConfig(dataset="user/data", **settings)
+        )
         begun = time.perf_counter()
         found = estimate(cfg, 2, "T4")
         rows[name] = {**found.record(), "took_s": round(time.perf_counter() - begun, 1)}
@@ -485,12 +553,18 @@ def timing(repeats: int) -> None:
                     "--json",
                 ]
                 begun = time.perf_counter()
-                subprocess.run(command, env={**os.environ, "XDG_CACHE_HOME": cache}, check=True, capture_output=True)
+                subprocess.run(
+                    command,
+                    env={**os.environ, "XDG_CACHE_HOME": cache},
+                    check=True,
+                    capture_output=True,
+                )
                 took.append(round(time.perf_counter() - begun, 2))
                 most = max(most, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20)
         rows[name] = {"seconds": took, "peak_gib_of_a_process": round(most, 2)}
         print(
-            f"{name:28} {min(took):.1f}-{max(took):.1f} s, median {median(took):.1f}, up to {most:.2f} GiB", flush=True
+            f"{name:28} {min(took):.1f}-{max(took):.1f} s, median {median(took):.1f}, up to {most:.2f} GiB",
+            flush=True,
         )
     save("memory-time.json", rows)
 

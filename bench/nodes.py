@@ -39,20 +39,29 @@ with tempfile.TemporaryDirectory() as root:
     }
     one = RunConfig(**common, run_name="one", nproc=4, strategy="ddp")
     subprocess.run(
-        [hosts.BIN / "multigpu-ft", "train", *shlex.split(flags(one, leave=()))], check=True, stdout=subprocess.DEVNULL
+        [hosts.BIN / "multigpu-ft", "train", *shlex.split(flags(one, leave=()))],
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     curves["one machine, 4 ranks, ddp"] = hosts.losses(f"{root}/runs/one")
     with hosts.Hosts() as net:
         for way, settings in WAYS.items():
             for disks in ("one disk", "two disks"):
-                cfg = RunConfig(**common, run_name=f"{way} {disks}".replace(" ", "-"), nproc=2, nnodes=2, **settings)
+                cfg = RunConfig(
+                    **common,
+                    run_name=f"{way} {disks}".replace(" ", "-"),
+                    nproc=2,
+                    nnodes=2,
+                    **settings,
+                )
                 other = cfg if disks == "one disk" else cfg.replace(run_root=f"{root}/other")
                 codes, texts = hosts.wait([net.train(0, cfg), net.train(1, other)], 400)
                 assert codes == [0, 0], texts
                 curves[f"2 × 2 ranks, {way}, {disks}"] = hosts.losses(f"{root}/runs/{cfg.run_name}")
 reference = next(iter(curves.values()))
 apart = {
-    way: max(abs(a[1] - b[1]) / b[1] for a, b in zip(curve, reference, strict=True)) for way, curve in curves.items()
+    way: max(abs(a[1] - b[1]) / b[1] for a, b in zip(curve, reference, strict=True))
+    for way, curve in curves.items()
 }
 figure = Figure(figsize=(8, 5.2), dpi=100, layout="constrained")
 loss, difference = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
@@ -69,7 +78,9 @@ for number, (way, points) in enumerate(curves.items()):
     relative = [max(abs(a - b) / b, 1e-12) for a, (_, b, _) in zip(losses, reference, strict=True)]
     if number:
         difference.semilogy(steps, relative, color=f"C{number}" if number < 10 else "black")
-loss.set(ylabel="loss (nats per token)", title="tiny OPT, fp32: two machines over a network, and one")
+loss.set(
+    ylabel="loss (nats per token)", title="tiny OPT, fp32: two machines over a network, and one"
+)
 loss.legend(frameon=False, fontsize=7, ncols=2)
 difference.axhline(1e-5, color="grey", linestyle=":")
 difference.set(xlabel="optimizer step", ylabel="difference\n(relative)")

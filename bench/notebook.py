@@ -75,7 +75,11 @@ def long_run(folder, steps):
     epochs = max(1, steps // 10_000)
     settings = f"run_root='runs', run_name='long', packing='padded', batch_size=1, max_length=16, nproc=1, end_idx={steps // epochs}, num_epochs={epochs}"
     with Lab(folder, env={"OMP_NUM_THREADS": "1"}) as lab:
-        page = lab.open(make_notebook(folder / "long.ipynb", IMPORTS + f"run = launch(RunConfig({settings}))", COST))
+        page = lab.open(
+            make_notebook(
+                folder / "long.ipynb", IMPORTS + f"run = launch(RunConfig({settings}))", COST
+            )
+        )
         begun = time.monotonic()
         page.run_cell(0, wait=3000)
         seconds = time.monotonic() - begun
@@ -87,13 +91,24 @@ def long_run(folder, steps):
         )
         page.save()
         size = (folder / "long.ipynb").stat().st_size
-    done = [m["step"] for m in map(json.loads, (folder / "runs" / "long" / "metrics.jsonl").read_text().splitlines())]
+    done = [
+        m["step"]
+        for m in map(
+            json.loads, (folder / "runs" / "long" / "metrics.jsonl").read_text().splitlines()
+        )
+    ]
     with Lab(folder) as lab:
         page = lab.open(folder / "long.ipynb")
         page.wait_for_text("done", 20, 0)
         page.page.locator(".jp-OutputArea img").wait_for()
         page.screenshot(RESULTS / "reopened.png")
-    return {"steps": done[-1], "lines": len(done), "seconds": round(seconds, 1), "notebook_bytes": size, **cost}
+    return {
+        "steps": done[-1],
+        "lines": len(done),
+        "seconds": round(seconds, 1),
+        "notebook_bytes": size,
+        **cost,
+    }
 
 
 def main():
@@ -112,7 +127,9 @@ def main():
     path.write_text(json.dumps(found, indent=1) + "\n")
     for name in found["journeys"][0] if options.rounds else ():
         seconds = sorted(j[name] for j in found["journeys"])
-        print(f"| {name} | {statistics.median(seconds):.1f} s ({seconds[0]:.1f}-{seconds[-1]:.1f}) |")
+        print(
+            f"| {name} | {statistics.median(seconds):.1f} s ({seconds[0]:.1f}-{seconds[-1]:.1f}) |"
+        )
     if options.steps:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             found["long_run"] = long_run(Path(folder), options.steps)

@@ -35,14 +35,21 @@ class Ours:
         self.world, tokenizer = join_world(cfg), load_tokenizer(cfg)
         self._texts = tokenize_texts(load_texts(cfg).texts, tokenizer, cfg.max_length)
         self._order = SampleOrder.of(cfg, "bucketed", len(self._texts), self.world.size)
-        self._tracker, self._watch = RunLog(RunDir.create(cfg), self.world.is_main), Stopwatch(self.world.device)
+        self._tracker, self._watch = (
+            RunLog(RunDir.create(cfg), self.world.is_main),
+            Stopwatch(self.world.device),
+        )
         self.base = load_model(cfg, tokenizer)
         self.strategy, _ = make_strategy(cfg, self.world, 0)
-        self.strategy.prepare(LossModel(copy.deepcopy(self.base)), lambda prepared: make_optimizer(cfg, prepared))
+        self.strategy.prepare(
+            LossModel(copy.deepcopy(self.base)), lambda prepared: make_optimizer(cfg, prepared)
+        )
         self.stream, self.tokens = self._steps(), []
 
     def _steps(self):
-        return epoch_steps(self._texts, self._order, self.cfg, 1, 0, self.world.rank, self.world.size)
+        return epoch_steps(
+            self._texts, self._order, self.cfg, 1, 0, self.world.rank, self.world.size
+        )
 
     def step(self):
         "All that a run does for a step: cut and deal the rows, train, agree on stopping, sum the loss over the ranks, log a line, keep the heartbeat."

@@ -35,10 +35,21 @@ def report(times, tokens, first_loss):
     if dist.is_initialized():
         dist.all_reduce(counts)
     cuda = torch.cuda.is_available()
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if cuda
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
     if int(os.environ.get("RANK", 0)) == 0:
         print(
-            json.dumps({"times": times, "tokens": counts.tolist(), "first_loss": first_loss, "peak_bytes": peak}),
+            json.dumps(
+                {
+                    "times": times,
+                    "tokens": counts.tolist(),
+                    "first_loss": first_loss,
+                    "peak_bytes": peak,
+                }
+            ),
             flush=True,
         )
 
@@ -64,13 +75,19 @@ def original(folder, dtype, rows, max_steps):
         padding="max_length",
         return_tensors="pt",
     )
-    model = DistributedDataParallel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train())
+    model = DistributedDataParallel(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    order = torch.randperm(len(padded["input_ids"]), generator=torch.Generator().manual_seed(0))[rank::size]
+    order = torch.randperm(len(padded["input_ids"]), generator=torch.Generator().manual_seed(0))[
+        rank::size
+    ]
     times, tokens, first_loss = [], [], None
     for chosen in order.split(TEXTS)[:max_steps]:
         ids, mask = padded["input_ids"][chosen], padded["attention_mask"][chosen]
-        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss = model(
+            input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)
+        ).loss
         loss.backward()
         first_loss = first_loss or loss.item()
         loss.item()
@@ -153,14 +170,25 @@ def trainer(arm, folder, dtype, rows, max_steps):
             max_length=MAX_LENGTH,
             dataset_text_field="text",
         )
-        job = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
+        job = SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
         job.data_collator = collator = Counting(job.data_collator)
     else:
         data = tokenized(folder, tokenizer)
         if arm == "packed":
             flat = [token for ids in data for token in ids]
-            data = [flat[i : i + MAX_LENGTH] for i in range(0, len(flat) - MAX_LENGTH + 1, MAX_LENGTH)]
-        data = [{"input_ids": ids, "length": len(ids)} if arm == "grouped" else {"input_ids": ids} for ids in data]
+            data = [
+                flat[i : i + MAX_LENGTH] for i in range(0, len(flat) - MAX_LENGTH + 1, MAX_LENGTH)
+            ]
+        data = [
+            {"input_ids": ids, "length": len(ids)} if arm == "grouped" else {"input_ids": ids}
+            for ids in data
+        ]
         collator = Counting(DataCollatorForLanguageModeling(tokenizer, mlm=False))
         grouping = {"train_sampling_strategy": "group_by_length"} if arm == "grouped" else {}
         job = Trainer(
@@ -182,7 +210,9 @@ if __name__ == "__main__":
         int(sys.argv[4]),
         int(sys.argv[5]),
     )  # rows: of a micro-batch, for packed and trl
-    (original if arm == "original" else lambda *rest: trainer(arm, *rest))(folder, dtype, rows, max_steps)
+    (original if arm == "original" else lambda *rest: trainer(arm, *rest))(
+        folder, dtype, rows, max_steps
+    )
     sys.stdout.flush()
     if dist.is_initialized():
         dist.barrier()

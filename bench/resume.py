@@ -70,9 +70,24 @@ def trainer(folder, ranks):
     (folder / "trainer.py").write_text(TRAINER)
 
     def run(nproc, kill_at, resume):
-        torchrun = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", str(nproc)]
-        command = [*torchrun, folder / "trainer.py", folder, out, str(kill_at), resume, str(faults.FIRST_ID)]
-        return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        torchrun = [
+            Path(sys.executable).parent / "torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            str(nproc),
+        ]
+        command = [
+            *torchrun,
+            folder / "trainer.py",
+            folder,
+            out,
+            str(kill_at),
+            resume,
+            str(faults.FIRST_ID),
+        ]
+        return subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        )
 
     first = run(2, 5, "no")
     assert first.returncode, "the kill did not end it"
@@ -80,15 +95,24 @@ def trainer(folder, ranks):
     done = run(ranks, 0, "resume")
     assert done.returncode == 0, done.stderr[-3000:]
     lines = {
-        name: [json.loads(line) for path in out.glob(f"trace-{name}-*.jsonl") for line in path.read_text().splitlines()]
+        name: [
+            json.loads(line)
+            for path in out.glob(f"trace-{name}-*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
         for name in ("first", "resumed")
     }
     texts = list(
         itertools.chain(
-            *(ids for step, ids in lines["first"] if step <= checkpoint), *(ids for _, ids in lines["resumed"])
+            *(ids for step, ids in lines["first"] if step <= checkpoint),
+            *(ids for _, ids in lines["resumed"]),
         )
     )
-    warned = [line for line in done.stderr.splitlines() if "world" in line.lower() or "batch" in line.lower()]
+    warned = [
+        line
+        for line in done.stderr.splitlines()
+        if "world" in line.lower() or "batch" in line.lower()
+    ]
     return {"checkpoint at step": checkpoint, **count(texts), "told": warned[:1] or "nothing"}
 
 
@@ -112,7 +136,9 @@ def ours(folder, server, ranks):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "resume.json")
+    parser.add_argument(
+        "--json", type=Path, default=Path(__file__).parent / "results" / "resume.json"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-resume-") as tmp:
         folder = faults.make_material(Path(tmp))

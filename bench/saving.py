@@ -18,7 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
-ARMS = ("ours, waiting for all of it", "ours", "torch.save of the full state", "torch dcp.save", "torch dcp.async_save")
+ARMS = (
+    "ours, waiting for all of it",
+    "ours",
+    "torch.save of the full state",
+    "torch dcp.save",
+    "torch dcp.async_save",
+)
 
 
 def rank(strategy_name, rounds, report):
@@ -57,7 +63,9 @@ def rank(strategy_name, rounds, report):
     strategy.prepare(LossModel(model), lambda m: make_optimizer(cfg, m))
     ids = torch.arange(64).reshape(1, 64)
     batch = {"input_ids": ids, "predictors": torch.arange(63), "targets": torch.arange(1, 64)}
-    apart = dist.new_group(backend="gloo")  # dcp.async_save's own thread must not meet a step's collectives
+    apart = dist.new_group(
+        backend="gloo"
+    )  # dcp.async_save's own thread must not meet a step's collectives
     if world.is_main:
         RunDir.create(cfg)
     dist.barrier()
@@ -77,7 +85,9 @@ def rank(strategy_name, rounds, report):
             writer.wait()
         stall = time.perf_counter() - begun
         steps = []
-        while not wait and world.sum(writer._thread.is_alive())[0]:  # steps while it is being written
+        while (
+            not wait and world.sum(writer._thread.is_alive())[0]
+        ):  # steps while it is being written
             before = time.perf_counter()
             step()
             steps.append(time.perf_counter() - before)
@@ -94,7 +104,9 @@ def rank(strategy_name, rounds, report):
         begun = time.perf_counter()
         if arm == "torch.save of the full state":
             state = get_state_dict(
-                model, strategy.optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+                model,
+                strategy.optimizer,
+                options=StateDictOptions(full_state_dict=True, cpu_offload=True),
             )
             if world.is_main:
                 path.mkdir()
@@ -110,7 +122,9 @@ def rank(strategy_name, rounds, report):
                 dcp.save({"model": found, "optimizer": optim}, checkpoint_id=path)
                 stall = seconds = time.perf_counter() - begun
             else:
-                future = dcp.async_save({"model": found, "optimizer": optim}, checkpoint_id=path, process_group=apart)
+                future = dcp.async_save(
+                    {"model": found, "optimizer": optim}, checkpoint_id=path, process_group=apart
+                )
                 stall = time.perf_counter() - begun
                 while world.sum(not future.done())[0]:
                     step()
@@ -128,7 +142,11 @@ def rank(strategy_name, rounds, report):
         for arm in random.Random(number).sample(ARMS, len(ARMS)):
             dist.barrier()
             found = ours(arm != "ours") if arm.startswith("ours") else theirs(arm)
-            slowest = {k: max(v for v in vs) for k in found if None not in (vs := everybodys(dist, world, found[k]))}
+            slowest = {
+                k: max(v for v in vs)
+                for k in found
+                if None not in (vs := everybodys(dist, world, found[k]))
+            }
             if world.is_main:
                 print(f"{strategy_name}, round {number}, {arm}: {slowest}", flush=True)
             if number:
@@ -139,7 +157,14 @@ def rank(strategy_name, rounds, report):
         alone.append((time.perf_counter() - before) / 3)
     if world.is_main:
         Path(report).write_text(
-            json.dumps({"parameters": parameters, "arms": taken, "step_alone": alone[1:], "bytes": 3 * 4 * parameters})
+            json.dumps(
+                {
+                    "parameters": parameters,
+                    "arms": taken,
+                    "step_alone": alone[1:],
+                    "bytes": 3 * 4 * parameters,
+                }
+            )
         )
     dist.barrier()
     sys.stdout.flush()
@@ -163,20 +188,30 @@ def spread(values):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "saving.json")
+    parser.add_argument(
+        "--json", type=Path, default=Path(__file__).parent / "results" / "saving.json"
+    )
     options = parser.parse_args()
     results = {}
     for strategy in ("ddp", "fsdp"):
         with tempfile.TemporaryDirectory(prefix="bench-saving-") as tmp:
             report = Path(tmp) / "report.json"
-            torchrun = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"]
+            torchrun = [
+                Path(sys.executable).parent / "torchrun",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+            ]
             subprocess.run(
                 [*torchrun, __file__, "rank", strategy, str(options.rounds), report],
                 check=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             found = json.loads(report.read_text())
-        arms, full = found["arms"], [r["seconds"] for r in found["arms"]["ours, waiting for all of it"]]
+        arms, full = (
+            found["arms"],
+            [r["seconds"] for r in found["arms"]["ours, waiting for all of it"]],
+        )
         meanwhile = [r["step_meanwhile"] for r in arms["ours"] if r.get("step_meanwhile")]
         results[strategy] = {
             "parameters": found["parameters"],

@@ -70,16 +70,30 @@ def main():
         for repeat in range(options.repeats):
             for arm in random.Random(repeat).sample(ARMS, len(ARMS)):
                 cfg = faults.config(
-                    material, Path(tmp) / f"{arm}-{repeat}", tracker=arm, save_every=None, num_epochs=25
+                    material,
+                    Path(tmp) / f"{arm}-{repeat}",
+                    tracker=arm,
+                    save_every=None,
+                    num_epochs=25,
                 )
                 found[arm].append(run(server, cfg))
                 print(repeat, arm, found[arm][-1], flush=True)
         server.close()
-    report = {"cores": os.cpu_count(), "steps": found["none"][0]["steps"], "wandb_said": found["wandb"][0]["remarks"]}
+    report = {
+        "cores": os.cpu_count(),
+        "steps": found["none"][0]["steps"],
+        "wandb_said": found["wandb"][0]["remarks"],
+    }
     for arm in ARMS:
-        report[arm] = {name: summary([r[name] for r in found[arm]]) for name in ("first_step_s", "run_s", "step_ms")}
+        report[arm] = {
+            name: summary([r[name] for r in found[arm]])
+            for name in ("first_step_s", "run_s", "step_ms")
+        }
         report[arm]["first_step_s, more than none"] = summary(
-            [r["first_step_s"] - n["first_step_s"] for r, n in zip(found[arm], found["none"], strict=True)]
+            [
+                r["first_step_s"] - n["first_step_s"]
+                for r, n in zip(found[arm], found["none"], strict=True)
+            ]
         )
     print(json.dumps(report, indent=1))
     if options.json:

@@ -112,7 +112,9 @@ def prepare(folder, dataset, kind, shape):
 
     texts = load_texts(RunConfig(dataset=dataset)).texts
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=8192, special_tokens=["<s>", "<pad>", "</s>"], show_progress=False)
+    bpe.train_from_iterator(
+        texts, vocab_size=8192, special_tokens=["<s>", "<pad>", "</s>"], show_progress=False
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>"
     )
@@ -123,7 +125,9 @@ def prepare(folder, dataset, kind, shape):
     ).eval()
     model.save_pretrained(folder)
     (folder / "texts.json").write_text(json.dumps(texts))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     with torch.no_grad():
         return (
             sum(
@@ -206,7 +210,12 @@ def spread(values):
 def nearest(found, arm, mine):
     "The arm of ours, of the same strategy as `mine`, whose optimizer steps have most nearly as many tokens as those of the peer `arm`."
     ours = [name for name in found if name.split()[:2] == mine.split()[:2]]
-    return min(ours, key=lambda name: abs(math.log(found[name][0]["tokens_a_step"] / found[arm][0]["tokens_a_step"])))
+    return min(
+        ours,
+        key=lambda name: abs(
+            math.log(found[name][0]["tokens_a_step"] / found[arm][0]["tokens_a_step"])
+        ),
+    )
 
 
 def gemm_peak(dtype):
@@ -216,7 +225,11 @@ def gemm_peak(dtype):
         f"a, b = torch.randn(2048, 384).to(torch.{dtype}), torch.randn(384, 1536).to(torch.{dtype})\nbest = 9.0\nfor _ in range(40):\n"
         "    s = time.perf_counter(); a @ b; best = min(best, time.perf_counter() - s)\nprint(2 * 2048 * 384 * 1536 / best / 1e9)"
     )
-    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def alternating(strategy, folder, steps):
@@ -231,14 +244,18 @@ def alternating(strategy, folder, steps):
         str(steps),
     ]
     return json.loads(
-        subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+        subprocess.run(
+            [str(c) for c in command], capture_output=True, text=True, check=True
+        ).stdout.splitlines()[-1]
     )
 
 
 def measure(name, vocabulary, dtype, arms, args, tmp, save):
     folder = Path(tmp) / name.replace(" ", "-").replace(",", "")
     folder.mkdir()
-    kind, shape = GPU_SHAPES[vocabulary] if args.gpu else (SMALL[0], {**SMALL[1], "vocab_size": vocabulary})
+    kind, shape = (
+        GPU_SHAPES[vocabulary] if args.gpu else (SMALL[0], {**SMALL[1], "vocab_size": vocabulary})
+    )
     untrained = prepare(folder, args.dataset, kind, shape)
     found = {arm: [] for arm in arms}
     names = list(arms)
@@ -248,7 +265,9 @@ def measure(name, vocabulary, dtype, arms, args, tmp, save):
             if who == "ours":
                 result = ours(setting[0], int(setting[1]), folder, dtype, arms[arm])
             else:
-                result = peer(arm, int(names[0].split()[2]), folder, dtype, arms[arm], 1 if args.gpu else 2)
+                result = peer(
+                    arm, int(names[0].split()[2]), folder, dtype, arms[arm], 1 if args.gpu else 2
+                )
             if abs(result["first_loss"] - untrained) > 0.01 * untrained:
                 sys.exit(
                     f"{arm}: its first loss is {result['first_loss']:.4f}, that of the untrained model {untrained:.4f}"
@@ -262,7 +281,12 @@ def measure(name, vocabulary, dtype, arms, args, tmp, save):
         compared = {arm: nearest(found, arm, mine) for arm in peers}
         ratios = {
             measured: {
-                arm: spread([m[measured] / p[measured] for m, p in zip(found[compared[arm]], found[arm], strict=True)])
+                arm: spread(
+                    [
+                        m[measured] / p[measured]
+                        for m, p in zip(found[compared[arm]], found[arm], strict=True)
+                    ]
+                )
                 for arm in peers
             }
             for measured in ("tokens_per_second", "peak_gib", "first_step_s")
@@ -271,7 +295,10 @@ def measure(name, vocabulary, dtype, arms, args, tmp, save):
         save(
             name,
             {
-                "arms": {arm: {k: spread([r[k] for r in results]) for k in keys} for arm, results in found.items()},
+                "arms": {
+                    arm: {k: spread([r[k] for r in results]) for k in keys}
+                    for arm, results in found.items()
+                },
                 "ours over": ratios,
                 "compared": compared,
                 "untrained_loss": untrained,
@@ -283,10 +310,14 @@ def measure(name, vocabulary, dtype, arms, args, tmp, save):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dataset", default="builtin:python-docs")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", nargs="*", help="parts to measure anew; the others stay as they are in the result")
+    parser.add_argument(
+        "--only", nargs="*", help="parts to measure anew; the others stay as they are in the result"
+    )
     parser.add_argument("--gpu", action="store_true")
     args = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
@@ -294,7 +325,9 @@ def main():
     out.parent.mkdir(exist_ok=True)
     result = json.loads(out.read_text()) if out.exists() and args.only else {}
     packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers", "trl"))
-    result["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, {packages}, {Path(args.dataset).name}"
+    result["machine"] = (
+        f"{platform.machine()}, {os.cpu_count()} cores, {packages}, {Path(args.dataset).name}"
+    )
 
     def save(part, value):
         result[part] = value
@@ -310,11 +343,19 @@ def main():
                     "speed of a step, ours over a bare loop",
                     {s: spread(alternating(s, folder, 24)) for s in ("ddp", "fsdp")},
                 )
-                speeds = {s: [r["tokens_per_second"] for r in found[f"ours {s} 2"]] for s in ("single", "ddp", "fsdp")}
+                speeds = {
+                    s: [r["tokens_per_second"] for r in found[f"ours {s} 2"]]
+                    for s in ("single", "ddp", "fsdp")
+                }
                 save(
                     "2 ranks over 1",
                     {
-                        s: spread([two / one for two, one in zip(speeds[s], speeds["single"], strict=True)])
+                        s: spread(
+                            [
+                                two / one
+                                for two, one in zip(speeds[s], speeds["single"], strict=True)
+                            ]
+                        )
                         for s in ("ddp", "fsdp")
                     },
                 )
@@ -326,7 +367,9 @@ def main():
 
 
 def line(what, ratio, target):
-    print(f"{what:52} {ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}, n={ratio['n']})  {target}")
+    print(
+        f"{what:52} {ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}, n={ratio['n']})  {target}"
+    )
 
 
 def report(result, out):
@@ -334,7 +377,9 @@ def report(result, out):
     for part, targets in TARGETS.items():
         for arm, least in targets.items() if part in result else ():
             line(
-                f"{part}: tokens/s over {arm}", result[part]["ours over"]["tokens_per_second"][arm], f"at least {least}"
+                f"{part}: tokens/s over {arm}",
+                result[part]["ours over"]["tokens_per_second"][arm],
+                f"at least {least}",
             )
     if "fp32, V=50,272" in result:
         line(
@@ -349,7 +394,11 @@ def report(result, out):
             "at most 0.85",
         )
         for strategy, least in (("ddp", 1.8), ("fsdp", 1.5)):
-            line(f"{strategy}: 2 ranks over 1", result["2 ranks over 1"][strategy], f"at least {least}")
+            line(
+                f"{strategy}: 2 ranks over 1",
+                result["2 ranks over 1"][strategy],
+                f"at least {least}",
+            )
             line(
                 f"{strategy}: a step over a bare loop's, speed",
                 result["speed of a step, ours over a bare loop"][strategy],
@@ -358,7 +407,11 @@ def report(result, out):
     for part in GPU_PARTS:
         if part in result:
             ours_over, mfu = result[part]["ours over"], result[part]["ours single 8"]["mfu"]
-            line(f"{part}: tokens/s over packed", ours_over["tokens_per_second"]["packed"], "at least 1.3")
+            line(
+                f"{part}: tokens/s over packed",
+                ours_over["tokens_per_second"]["packed"],
+                "at least 1.3",
+            )
             line(f"{part}: peak memory over packed", ours_over["peak_gib"]["packed"], "at most 0.6")
             print(
                 f"{part}: MFU {mfu}  at least 0.5 in bf16; peak {result[part]['arms']['ours single 8']['peak_gib']['median']} GiB, on a T4 at most 16"

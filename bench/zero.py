@@ -48,7 +48,9 @@ def alive():
     tensors = [
         t
         for t in gc.get_objects()
-        if isinstance(t, torch.Tensor) and type(t).__name__ != "FakeTensor" and t.layout == torch.strided
+        if isinstance(t, torch.Tensor)
+        and type(t).__name__ != "FakeTensor"
+        and t.layout == torch.strided
     ]
     return [t for t in tensors if t.is_floating_point()]
 
@@ -58,9 +60,17 @@ def kept_bytes(strategy, micro_batches, targets):
     import torch
 
     gc.collect()
-    before, gradients = alive(), 0  # held to the end, so that no new tensor comes to lie where one of these was
+    before, gradients = (
+        alive(),
+        0,
+    )  # held to the end, so that no new tensor comes to lie where one of these was
     parameters = storages(
-        [t for p in strategy.model.parameters() for t in (p.data, getattr(p, "ds_tensor", None)) if t is not None]
+        [
+            t
+            for p in strategy.model.parameters()
+            for t in (p.data, getattr(p, "ds_tensor", None))
+            if t is not None
+        ]
     )
     inner = getattr(strategy.optimizer, "optimizer", strategy.optimizer)
     zero, inner = inner, getattr(inner, "optimizer", inner)
@@ -69,14 +79,20 @@ def kept_bytes(strategy, micro_batches, targets):
         for at, size in storages(strategy._flat() if hasattr(strategy, "_flat") else []).items()
         if at not in parameters
     }
-    moments = storages(t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.ndim)
+    moments = storages(
+        t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.ndim
+    )
     flat = getattr(zero, "grad_partitions_flat_buffer", None)
-    kept = storages([] if flat is None else [flat])  # ZeRO-3 has its gradients' place from the beginning to the end
+    kept = storages(
+        [] if flat is None else [flat]
+    )  # ZeRO-3 has its gradients' place from the beginning to the end
     for last in (False, True):
         batch = {name: torch.from_numpy(array) for name, array in micro_batches[last].items()}
         with strategy.accumulate(last):
             strategy.backward(strategy.forward(**batch, scale=1 / targets)[0])
-        time.sleep(0.2)  # a worker of gloo reports a sum first, and lets go of the tensor afterwards
+        time.sleep(
+            0.2
+        )  # a worker of gloo reports a sum first, and lets go of the tensor afterwards
         gc.collect()
         known = {**storages(before), **parameters, **copies, **moments}
         new = {at: size for at, size in storages(alive()).items() if at not in known}
@@ -86,7 +102,11 @@ def kept_bytes(strategy, micro_batches, targets):
     strategy.step()
     sums = {
         kind: sum(found.values())
-        for kind, found in {"parameters": parameters, "fp32 copies": copies, "moments": moments}.items()
+        for kind, found in {
+            "parameters": parameters,
+            "fp32 copies": copies,
+            "moments": moments,
+        }.items()
     }
     return {
         "parameters": sums["parameters"],
@@ -106,7 +126,9 @@ def be_rank(way, folder, steps, compare):
     if compare:
         from accelerate import Accelerator
 
-        accelerator = Accelerator()  # of the same state, settings included, with an engine of its own
+        accelerator = (
+            Accelerator()
+        )  # of the same state, settings included, with an engine of its own
         model, optimizer = accelerator.prepare(
             ours.base, torch.optim.AdamW(ours.base.parameters(), lr=1e-4, fused=True)
         )
@@ -117,7 +139,9 @@ def be_rank(way, folder, steps, compare):
         targets = torch.tensor(float((labels[:, 1:] != -100).sum()))
         dist.all_reduce(targets)
         logits = model(input_ids=ids).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
+        loss = F.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
+        )
         accelerator.sync_gradients = True
         accelerator.backward(loss * ours.world.size / targets)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -138,7 +162,9 @@ def be_rank(way, folder, steps, compare):
         found = {"tokens_per_second": sum(ours.tokens[2:]) / sum(seconds[ours.step][2:])}
         pair = next(ours.stream), next(ours.stream)
         found["bytes"] = kept_bytes(
-            ours.strategy, [step.micro_batches[0] for step in pair], sum(step.targets for step in pair)
+            ours.strategy,
+            [step.micro_batches[0] for step in pair],
+            sum(step.targets for step in pair),
         )
         found["elements"] = sum(p.numel() for p in ours.base.parameters())
     if ours.world.is_main:
@@ -172,7 +198,9 @@ def ask(way, folder, steps, compare):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dataset", default="builtin:python-docs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=14)
@@ -198,11 +226,21 @@ def main():
             for way in list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]:
                 if "alone" in args.only:
                     alone = ask(way, tmp, args.steps, compare=False)
-                    kept[way] = {kind: round(size / alone["elements"], 3) for kind, size in alone["bytes"].items()}
+                    kept[way] = {
+                        kind: round(size / alone["elements"], 3)
+                        for kind, size in alone["bytes"].items()
+                    }
                     speeds[way].append(alone["tokens_per_second"])
                 if "compared" in args.only and way in DIRECT:
                     ratios[way].append(ask(way, tmp, args.steps, compare=True)["ratio"])
-                print(number, way, *speeds[way][-1:], kept.get(way), *ratios.get(way, [])[-1:], flush=True)
+                print(
+                    number,
+                    way,
+                    *speeds[way][-1:],
+                    kept.get(way),
+                    *ratios.get(way, [])[-1:],
+                    flush=True,
+                )
     out = HERE / "results" / "zero.json"
     result = json.loads(out.read_text()) if out.exists() else {}
     if "compared" in args.only:

@@ -61,9 +61,15 @@ def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
     arguments = list(arguments)
     preset, file = _take(arguments, "--preset"), _take(arguments, "--config")
     if preset is not None and file is not None:
-        raise ConfigError(f"--preset {preset} and --config {file} are both a beginning; use one of them.")
+        raise ConfigError(
+            f"--preset {preset} and --config {file} are both a beginning; use one of them."
+        )
     default = (
-        RunConfig.preset(preset) if preset is not None else _read_config(file) if file is not None else RunConfig()
+        RunConfig.preset(preset)
+        if preset is not None
+        else _read_config(file)
+        if file is not None
+        else RunConfig()
     )
     if model := _take(list(arguments), "--model"):
         default = default.replace(
@@ -73,7 +79,13 @@ def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
         "Fine-tune a model. --preset NAME starts from a preset, --config FILE from the settings in a JSON file."
         + _BESIDE[verb]
     )
-    return tyro.cli(RunConfig, args=arguments, default=default, prog=f"multigpu-ft {verb}", description=description)
+    return tyro.cli(
+        RunConfig,
+        args=arguments,
+        default=default,
+        prog=f"multigpu-ft {verb}",
+        description=description,
+    )
 
 
 def _refuse_secrets(arguments: list[str]) -> None:
@@ -85,7 +97,11 @@ def _refuse_secrets(arguments: list[str]) -> None:
 
 
 def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
-    force, node_rank, rdzv = "--force" in arguments, _take(arguments, "--node-rank"), _take(arguments, "--rdzv")
+    force, node_rank, rdzv = (
+        "--force" in arguments,
+        _take(arguments, "--node-rank"),
+        _take(arguments, "--rdzv"),
+    )
     if node_rank is not None and not re.fullmatch("[0-9]{1,9}", node_rank):
         raise ConfigError(f"--node-rank {node_rank!r} is not a node's rank; ranks count from 0.")
     cfg = parse_config([a for a in arguments if a != "--force"])
@@ -93,7 +109,10 @@ def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
     status = run.status
     result = {
         "run": str(run.dir.path),
-        **{k: status.get(k) for k in ("state", "step", "loss_before", "loss_after", "checkpoint", "export")},
+        **{
+            k: status.get(k)
+            for k in ("state", "step", "loss_before", "loss_after", "checkpoint", "export")
+        },
     }
     result["interrupted"] = bool(status.get("interrupted")) or run.dir.was_interrupted()
     if not as_json:
@@ -107,7 +126,11 @@ def describe(run: Run) -> str:
     lines = [f"run       {path}  ({run.state})"]
     unit = "text" if run.config.task == "classification" else "token"
     if status.get("loss_before") is not None:
-        after = f" -> {status['loss_after']:.4f} at the end" if status.get("loss_after") is not None else ""
+        after = (
+            f" -> {status['loss_after']:.4f} at the end"
+            if status.get("loss_after") is not None
+            else ""
+        )
         lines.append(
             f"loss      {status['loss_before']:.4f} at the start{after}  (nats per {unit}, on the texts of the first step)"
         )
@@ -115,7 +138,9 @@ def describe(run: Run) -> str:
         lines.append(f"picture   {path / 'report' / 'loss.png'}")
     if (before := status.get("eval_before")) and (after := status.get("eval_after")):
         scores = [
-            f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in ("loss", "accuracy", "f1") if name in after
+            f"{name} {before[name]:.4f} -> {after[name]:.4f}"
+            for name in ("loss", "accuracy", "f1")
+            if name in after
         ]
         lines.append(f"evaluated {', '.join(scores)}")
     if best := status.get("best"):
@@ -124,17 +149,25 @@ def describe(run: Run) -> str:
     if run.dir.main.path != path:
         lines.append("results   are in the run's directory on node 0")
     elif status.get("export"):
-        lines.append(f"{'model' if run.config.tuning == 'full' else 'adapter':9} {status['export']}")
+        lines.append(
+            f"{'model' if run.config.tuning == 'full' else 'adapter':9} {status['export']}"
+        )
     if status.get("merged"):
         lines.append(f"merged    {status['merged']}")
     if status.get("pushed_to"):
         lines.append(f"uploaded  {status['pushed_to']}")
     if status.get("not_uploaded"):
-        lines.append(f"not there {', '.join(status['not_uploaded'])}; to upload: multigpu-ft sync {path}")
+        lines.append(
+            f"not there {', '.join(status['not_uploaded'])}; to upload: multigpu-ft sync {path}"
+        )
     if status.get("skipped_steps"):
         lines.append(f"skipped   {status['skipped_steps']} steps, whose gradient was not finite")
     if run.state == "stopped":
-        same = "the same command on each node" if run.config.nnodes > 1 else f"multigpu-ft train {flags(run.config)}"
+        same = (
+            "the same command on each node"
+            if run.config.nnodes > 1
+            else f"multigpu-ft train {flags(run.config)}"
+        )
         lines.append(f"go on     {same}")
     return "\n".join(lines)
 
@@ -189,7 +222,12 @@ def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
         print(describe(found[0]) if "--last" in arguments and found else found)
     newest = [{"loss": None, **(run.dir.recent_metrics(1) or [{}])[-1]} for run in found]
     return [
-        {"run": str(run.dir.path), "state": run.state, "step": run.status.get("step", 0), "loss": last["loss"]}
+        {
+            "run": str(run.dir.path),
+            "state": run.state,
+            "step": run.status.get("step", 0),
+            "loss": last["loss"],
+        }
         for run, last in zip(found, newest, strict=True)
     ]
 
@@ -206,7 +244,9 @@ def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
             return parameter
         if parameter.default == ():
             return parameter.replace(annotation=str, default="")
-        return parameter.replace(annotation=str if parameter.default is inspect.Parameter.empty else str | None)
+        return parameter.replace(
+            annotation=str if parameter.default is inspect.Parameter.empty else str | None
+        )
 
     parameters = [plain(p) for p in inspect.signature(function).parameters.values()]
     called.__signature__, called.__doc__ = inspect.Signature(parameters), function.__doc__
@@ -220,7 +260,10 @@ def _evaluate(arguments: list[str], as_json: bool) -> dict[str, Any]:
     evaluation = tyro.cli(_in_words(evaluate), args=arguments, prog="multigpu-ft evaluate")
     if not as_json:
         print(evaluation)
-    return {"folder": str(evaluation.folder), **json.loads((evaluation.folder / "evaluation.json").read_text())}
+    return {
+        "folder": str(evaluation.folder),
+        **json.loads((evaluation.folder / "evaluation.json").read_text()),
+    }
 
 # %% ../nbs/04_cli.ipynb #45068c05
 def _generate(arguments: list[str], as_json: bool) -> dict[str, Any]:
@@ -256,7 +299,11 @@ def _doctor(arguments: list[str], as_json: bool) -> dict[str, Any]:
 
 # %% ../nbs/04_cli.ipynb #9d8c9b69
 # each takes a configuration first, and returns something that can be printed and has a `record()`
-_PLACES = {"kubernetes": deploy_kubernetes, "sagemaker": deploy_sagemaker, "skypilot": deploy_skypilot}
+_PLACES = {
+    "kubernetes": deploy_kubernetes,
+    "sagemaker": deploy_sagemaker,
+    "skypilot": deploy_skypilot,
+}
 
 
 def _read_config(path: str | Path) -> RunConfig:
@@ -297,8 +344,14 @@ def _deploy(arguments: list[str], as_json: bool) -> dict[str, Any]:
         print(f"usage: multigpu-ft deploy {{{','.join(_PLACES)}}} [--help] [--json] ...")
         return {}
     if place not in _PLACES:
-        raise ConfigError(f"deploy takes the place first, and {place!r} is none: {', '.join(_PLACES)}.")
-    deployed = tyro.cli(_in_words(_with_config(_PLACES[place])), args=arguments[1:], prog=f"multigpu-ft deploy {place}")
+        raise ConfigError(
+            f"deploy takes the place first, and {place!r} is none: {', '.join(_PLACES)}."
+        )
+    deployed = tyro.cli(
+        _in_words(_with_config(_PLACES[place])),
+        args=arguments[1:],
+        prog=f"multigpu-ft deploy {place}",
+    )
     if not as_json:
         print(deployed)
     return deployed.record()
@@ -314,7 +367,11 @@ def _exit_code_of_job(error: Exception, node_rank: str | None) -> int:
     "What a cluster should know of a failure under `--as-job`: trying again does not help, or it was another node that failed, or else."
     if isinstance(error, ConfigError):
         return BAD_SETTINGS_EXIT_CODE
-    elsewhere = isinstance(error, RunFailed) and error.node_rank is not None and str(error.node_rank) != node_rank
+    elsewhere = (
+        isinstance(error, RunFailed)
+        and error.node_rank is not None
+        and str(error.node_rank) != node_rank
+    )
     return STOPPED_EXIT_CODE if elsewhere else 1
 
 
@@ -340,12 +397,20 @@ def main() -> None:
         print(f"usage: multigpu-ft {{{','.join(_VERBS)}}} [--help] [--json] ...")
         return
     if verb not in _VERBS:
-        sys.exit(str(ConfigError(f"multigpu-ft: there is no verb {verb!r}; the verbs are: {', '.join(_VERBS)}.")))
+        sys.exit(
+            str(
+                ConfigError(
+                    f"multigpu-ft: there is no verb {verb!r}; the verbs are: {', '.join(_VERBS)}."
+                )
+            )
+        )
     as_json, as_job = "--json" in arguments, "--as-job" in arguments
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         _refuse_secrets(arguments)
-        result = _VERBS[verb]([a for a in arguments[1:] if a not in ("--json", "--as-job")], as_json)
+        result = _VERBS[verb](
+            [a for a in arguments[1:] if a not in ("--json", "--as-job")], as_json
+        )
     except Terminated:  # before there was anything to stop
         sys.exit(STOPPED_EXIT_CODE)
     except (ValueError, RunFailed) as error:
@@ -358,7 +423,11 @@ def main() -> None:
         sys.exit(said if code == 1 else code)
     if as_json:
         print(json.dumps(result))
-    if isinstance(result, dict) and result.get("state") == "stopped" and not (as_job and not result.get("interrupted")):
+    if (
+        isinstance(result, dict)
+        and result.get("state") == "stopped"
+        and not (as_job and not result.get("interrupted"))
+    ):
         sys.exit(STOPPED_EXIT_CODE)
     if isinstance(result, dict) and not result.get("ok", True):
         sys.exit(1)

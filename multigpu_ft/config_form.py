@@ -31,11 +31,17 @@ from .run.errors import ConfigError
 # %% ../nbs/01_config_form.ipynb #58c5611e
 def _kinds(info: FieldInfo) -> tuple[Any, ...]:
     "The types of a field's annotation, one or the members of its union."
-    return get_args(info.annotation) if get_origin(info.annotation) in (Union, UnionType) else (info.annotation,)
+    return (
+        get_args(info.annotation)
+        if get_origin(info.annotation) in (Union, UnionType)
+        else (info.annotation,)
+    )
 
 
 _FOLLOWING = {
-    name for name, info in RunConfig.model_fields.items() if info.default is None and NoneType not in _kinds(info)
+    name
+    for name, info in RunConfig.model_fields.items()
+    if info.default is None and NoneType not in _kinds(info)
 }  # set by other fields when empty
 
 
@@ -46,7 +52,11 @@ def _start(preset: str, **changes: Any) -> RunConfig:
 def _changes(cfg: RunConfig, preset: str) -> dict[str, Any]:
     "What has to be said beside `preset` to get `cfg`."
     start = _start(preset)
-    changed = {name: value for name, value in cfg if name not in _FOLLOWING and value != getattr(start, name)}
+    changed = {
+        name: value
+        for name, value in cfg
+        if name not in _FOLLOWING and value != getattr(start, name)
+    }
     made = _start(preset, **changed)
     return {name: value for name, value in cfg if name in changed or value != getattr(made, name)}
 
@@ -110,11 +120,18 @@ def _limits(info: FieldInfo) -> str:
 def _make_input(name: str, info: FieldInfo, layout: w.Layout) -> w.ValueWidget:
     kinds = [kind for kind in _kinds(info) if kind is not NoneType]
     choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-    common = {"description": name, "style": {"description_width": "var(--multigpu-label)"}, "layout": layout}
+    common = {
+        "description": name,
+        "style": {"description_width": "var(--multigpu-label)"},
+        "layout": layout,
+    }
     optional = NoneType in _kinds(info)
     if choices and all(get_origin(kind) is Literal for kind in kinds):
         return w.Dropdown(
-            options=[*([("(empty)", None)] if optional else []), *((str(choice), choice) for choice in choices)],
+            options=[
+                *([("(empty)", None)] if optional else []),
+                *((str(choice), choice) for choice in choices),
+            ],
             **common,
         )
     if choices:
@@ -133,7 +150,12 @@ def _make_slider(info: FieldInfo) -> w.IntSlider | w.FloatSlider | None:
     bounds = _bounds(info)
     if {"ge", "le"} <= bounds.keys():
         low, high = bounds["ge"], bounds["le"]
-        common = {"min": low, "max": high, "readout": False, "layout": w.Layout(width="auto", flex="1", min_width="0")}
+        common = {
+            "min": low,
+            "max": high,
+            "readout": False,
+            "layout": w.Layout(width="auto", flex="1", min_width="0"),
+        }
         if info.annotation is int and high - low < _NEAR:
             return w.IntSlider(**common)
         if info.annotation is float and low >= 0 and high <= 1:
@@ -160,7 +182,11 @@ class _Field:
 
     def __init__(self, name: str, info: FieldInfo, layout: w.Layout) -> None:
         self.name, self.group = name, info.json_schema_extra["group"]
-        self.input, self.slider, self.note = _make_input(name, info, layout), _make_slider(info), w.HTML(layout=layout)
+        self.input, self.slider, self.note = (
+            _make_input(name, info, layout),
+            _make_slider(info),
+            w.HTML(layout=layout),
+        )
         self._optional, self._typed = NoneType in _kinds(info), isinstance(self.input, w.Text)
         self._help = escape(" · ".join(filter(None, [info.description, _limits(info)])))
         self.parts = [self.input, self.note]
@@ -228,8 +254,12 @@ def _check(values: dict[str, Any]) -> tuple[RunConfig | None, dict[str, str]]:
         return RunConfig(**values), {}
     except ConfigError as refusal:
         error, errors = refusal.__context__, {}
-        if not isinstance(error, ValidationError):  # a secret: its name, never its value, is in the text
-            return None, {next((name for name in values if repr(name) in str(refusal)), ""): str(refusal)}
+        if not isinstance(
+            error, ValidationError
+        ):  # a secret: its name, never its value, is in the text
+            return None, {
+                next((name for name in values if repr(name) in str(refusal)), ""): str(refusal)
+            }
     for each in error.errors(include_url=False):
         name = str(each["loc"][0]) if each["loc"] else ""
         why = each["msg"][0].lower() + each["msg"][1:] if name else str(each["ctx"]["error"])
@@ -253,7 +283,11 @@ class _Heard(io.StringIO):
         self._passed, self._thread = passed, threading.get_ident()
 
     def write(self, text: str) -> int:
-        return super().write(text) if threading.get_ident() == self._thread else self._passed.write(text)
+        return (
+            super().write(text)
+            if threading.get_ident() == self._thread
+            else self._passed.write(text)
+        )
 
 
 def _launch(cfg: RunConfig, place: CellOutput | None) -> tuple[Run, str]:
@@ -351,7 +385,15 @@ class Form:
         pages = []
         for group in self._groups:
             pages.append(
-                w.Box([part for field in self._fields if field.group == group for part in field.parts], layout=wide)
+                w.Box(
+                    [
+                        part
+                        for field in self._fields
+                        if field.group == group
+                        for part in field.parts
+                    ],
+                    layout=wide,
+                )
             )
             pages[-1].add_class("multigpu-fields")
         self._tabs = w.Tab(pages, titles=self._groups)
@@ -364,11 +406,18 @@ class Form:
         )
         self._back = w.Button(layout=w.Layout(width="max-content"))
         self._run_button = w.Button(description="Run", button_style="primary")
-        self._needs, self._memory, self._message, self._code = (w.HTML(layout=wide) for _ in range(4))
+        self._needs, self._memory, self._message, self._code = (
+            w.HTML(layout=wide) for _ in range(4)
+        )
         top = w.Box([self._picker, self._needs], layout=wide)
         top.add_class("multigpu-fields")
-        style, buttons = w.HTML(_STYLE, layout=w.Layout(display="none")), w.HBox([self._run_button, self._back])
-        self._root = w.VBox([style, top, self._tabs, buttons, self._message, self._memory, self._code])
+        style, buttons = (
+            w.HTML(_STYLE, layout=w.Layout(display="none")),
+            w.HBox([self._run_button, self._back]),
+        )
+        self._root = w.VBox(
+            [style, top, self._tabs, buttons, self._message, self._memory, self._code]
+        )
         self._root.add_class("multigpu-form")
         self._write(self._config)
         for field in self._fields:
@@ -410,19 +459,28 @@ class Form:
             else:
                 others = [field for field in self._fields if field.name not in _FOLLOWING]
                 changed = {
-                    field.name for field in others if field.input.value != field.shown(getattr(start, field.name))
+                    field.name
+                    for field in others
+                    if field.input.value != field.shown(getattr(start, field.name))
                 }
             beside = _beside(self._errors)
             marks = {group: [0, False] for group in self._groups}
             for field in self._fields:
                 error = beside.get(field.name, "")
                 field.tell(
-                    error, f"{origin}: {_words(getattr(start, field.name)) or 'empty'}" if field.name in changed else ""
+                    error,
+                    f"{origin}: {_words(getattr(start, field.name)) or 'empty'}"
+                    if field.name in changed
+                    else "",
                 )
                 marks[field.group][0] += field.name in changed
                 marks[field.group][1] |= bool(error)
                 if field.name in _FOLLOWING and self._config:
-                    _set(field.input, f"empty: {_words(getattr(_follow(self._config), field.name))}", "placeholder")
+                    _set(
+                        field.input,
+                        f"empty: {_words(getattr(_follow(self._config), field.name))}",
+                        "placeholder",
+                    )
             _set(
                 self._tabs,
                 tuple(
@@ -437,7 +495,11 @@ class Form:
                 if self._preset
                 else "",
             )
-            _set(self._back, "Back to the preset" if self._preset else "Back to the defaults", "description")
+            _set(
+                self._back,
+                "Back to the preset" if self._preset else "Back to the defaults",
+                "description",
+            )
             _set(self._back, not changed, "disabled")
             if self._config and (self._config != before or not self._memory.value):
                 self._estimate_later(self._config)
@@ -451,11 +513,17 @@ class Form:
         with self._lock:
             wrong = "".join(f"<div>{escape(line)}</div>" for line in self._complaints())
             busy = f"<b>{escape(self._busy)}</b> " if self._busy else ""
-            _set(self._message, f'{busy}{self._remark}<div class="multigpu-bad" role="alert">{wrong}</div>')
+            _set(
+                self._message,
+                f'{busy}{self._remark}<div class="multigpu-bad" role="alert">{wrong}</div>',
+            )
             _set(self._run_button, bool(self._busy) or not self._config, "disabled")
             waits = {"Python, papermill and Run": "wait until what is marked ✗ is put right"}
             shown = {"Python": self.call, "papermill": self.command} if self._config else waits
-            _set(self._code, "".join(f"{name}<pre>{escape(code)}</pre>" for name, code in shown.items()))
+            _set(
+                self._code,
+                "".join(f"{name}<pre>{escape(code)}</pre>" for name, code in shown.items()),
+            )
 
     def _on_run(self, _: Any) -> None:
         with self._lock:
@@ -465,14 +533,18 @@ class Form:
             self._draw()
         try:
             self.run, said = _launch(cfg, self._place)
-        except Exception as error:  # whatever it is, a button's traceback would be lost in the browser's log
+        except (
+            Exception
+        ) as error:  # whatever it is, a button's traceback would be lost in the browser's log
             self._busy, self._remark = (
                 "",
                 f'<div class="multigpu-bad" role="alert">✗ {type(error).__name__}: {escape(str(error))}</div>',
             )
         else:
             self._busy, self._remark = f"running: {self.run.name}", f"<div>{escape(said)}</div>"
-            threading.Thread(target=self._watch, args=(self.run,), name=f"form-{self.run.name}", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(self.run,), name=f"form-{self.run.name}", daemon=True
+            ).start()
         self._draw()
 
     def _watch(self, run: Run) -> None:
@@ -499,8 +571,12 @@ class Form:
                 return
             try:
                 found = estimate(cfg)
-                text = " ".join([found.line, *(f"Nearest: {remedy}." for remedy in found.remedies[:1])])
-            except Exception as error:  # an estimate that cannot be made is no reason to stop typing
+                text = " ".join(
+                    [found.line, *(f"Nearest: {remedy}." for remedy in found.remedies[:1])]
+                )
+            except (
+                Exception
+            ) as error:  # an estimate that cannot be made is no reason to stop typing
                 text = f"no estimate: {error}"
         with self._lock:
             if cfg == self._config:

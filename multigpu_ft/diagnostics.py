@@ -31,7 +31,11 @@ from .run.environment import Device, has_bf16, installed_gpus, visible_among
 from .run.failures import RunFailed
 
 # %% ../nbs/02_diagnostics.ipynb #4ad59cf1
-_COLORS = {"ok": "#1a7f4b", "warn": "#9a6700", "bad": "#c0352b"}  # white text on each has a contrast of 4.5 at least
+_COLORS = {
+    "ok": "#1a7f4b",
+    "warn": "#9a6700",
+    "bad": "#c0352b",
+}  # white text on each has a contrast of 4.5 at least
 
 
 @dataclass(frozen=True)
@@ -77,18 +81,31 @@ class Checkup:
         bad, warnings = (sum(row.state == state for row in self.rows) for state in ("bad", "warn"))
         if bad:
             return f"{bad} thing{'s' * (bad > 1)} to put right before a run can work."
-        return f"Ready, with {warnings} thing{'s' * (warnings > 1)} to know about." if warnings else "Ready."
+        return (
+            f"Ready, with {warnings} thing{'s' * (warnings > 1)} to know about."
+            if warnings
+            else "Ready."
+        )
 
     def _repr_html_(self) -> str:
-        cell = "text-align:left;vertical-align:top;padding:4px 12px 4px 0;border:0;white-space:normal"
+        cell = (
+            "text-align:left;vertical-align:top;padding:4px 12px 4px 0;border:0;white-space:normal"
+        )
         lines = []
         for row in self.rows:
             mark = f"background:{_COLORS[row.state]};color:#fff;border-radius:3px;padding:1px 6px;font-weight:bold"
-            texts = [f'<span style="{mark}">{row.state}</span>', *map(html.escape, (row.name, row.found, row.remedy))]
+            texts = [
+                f'<span style="{mark}">{row.state}</span>',
+                *map(html.escape, (row.name, row.found, row.remedy)),
+            ]
             lines.append(
-                "<tr style='background:none'>" + "".join(f'<td style="{cell}">{text}</td>' for text in texts) + "</tr>"
+                "<tr style='background:none'>"
+                + "".join(f'<td style="{cell}">{text}</td>' for text in texts)
+                + "</tr>"
             )
-        head = "".join(f'<th style="{cell}">{text}</th>' for text in ("", "what", "found", "what to do"))
+        head = "".join(
+            f'<th style="{cell}">{text}</th>' for text in ("", "what", "found", "what to do")
+        )
         return f"<table style='border:0'><tr style='background:none'>{head}</tr>{''.join(lines)}</table><p><b>{html.escape(self._verdict())}</b></p>"
 
 # %% ../nbs/02_diagnostics.ipynb #a2237070
@@ -130,7 +147,10 @@ def _packages_row() -> Row:
             versions[requirement.name] = importlib.metadata.version(requirement.name)
             if not requirement.specifier.contains(versions[requirement.name], prereleases=True):
                 wrong.append(
-                    (requirement, f"{requirement.name} {versions[requirement.name]} is not {requirement.specifier}")
+                    (
+                        requirement,
+                        f"{requirement.name} {versions[requirement.name]} is not {requirement.specifier}",
+                    )
                 )
         except importlib.metadata.PackageNotFoundError:
             if core:
@@ -140,7 +160,10 @@ def _packages_row() -> Row:
     if wrong:
         names = " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
         return Row(
-            "packages", "bad", "; ".join(text for _, text in wrong), f"pip install -U {names}, then restart the kernel."
+            "packages",
+            "bad",
+            "; ".join(text for _, text in wrong),
+            f"pip install -U {names}, then restart the kernel.",
         )
     shown = ", ".join(f"{name} {versions[name]}" for name in _SHOWN if name in versions)
     if absent:
@@ -171,13 +194,28 @@ def _gpu_row(gpus: list[Device]) -> Row:
         )
         return Row("GPUs", "warn", "none; a run takes 2 processes on the CPU", where)
     if not visible:
-        return Row("GPUs", "warn", f"none to be used: {hides}", "Unset CUDA_VISIBLE_DEVICES before the first cell.")
+        return Row(
+            "GPUs",
+            "warn",
+            f"none to be used: {hides}",
+            "Unset CUDA_VISIBLE_DEVICES before the first cell.",
+        )
     kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(map(str, visible)).items())
     capabilities = sorted({g.capability for g in visible}, key=float)
-    half = "bf16" if has_bf16(tuple(map(int, capabilities[0].split(".")))) else "fp16, since bf16 begins with 8.0"
+    half = (
+        "bf16"
+        if has_bf16(tuple(map(int, capabilities[0].split("."))))
+        else "fp16, since bf16 begins with 8.0"
+    )
     found = "; ".join(
         filter(
-            None, [kinds, f"driver {visible[0].driver}", f"compute capability {', '.join(capabilities)}: {half}", hides]
+            None,
+            [
+                kinds,
+                f"driver {visible[0].driver}",
+                f"compute capability {', '.join(capabilities)}: {half}",
+                hides,
+            ],
         )
     )
     busy = [f"GPU {g.index}: {g.used / 1e9:.1f} GB" for g in visible if g.used > 1e9]
@@ -229,7 +267,10 @@ def _torch_row(gpus: list[Device]) -> Row:
         )
     except subprocess.TimeoutExpired:
         return Row(
-            "torch", "warn", f"no answer within {_TORCH_SECONDS} s", "Try once more; if GPUs hang, start a new session."
+            "torch",
+            "warn",
+            f"no answer within {_TORCH_SECONDS} s",
+            "Try once more; if GPUs hang, start a new session.",
         )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -282,7 +323,9 @@ def _all_reduce(seconds: float, megabytes: int = 64, repeats: int = 5) -> float:
     watchdog = threading.Timer(seconds, os._exit, (1,))
     watchdog.daemon = True
     watchdog.start()
-    silence = os.open(os.devnull, os.O_WRONLY)  # the table has no place for NCCL's and gloo's notices
+    silence = os.open(
+        os.devnull, os.O_WRONLY
+    )  # the table has no place for NCCL's and gloo's notices
     os.dup2(silence, 1)
     os.dup2(silence, 2)
     import torch
@@ -349,7 +392,9 @@ def _disk_row(name: str, folder: Path, enough: float, scarce: float = 5.0) -> Ro
     while not there.exists():
         there = there.parent
     if not os.access(there, os.W_OK):
-        return Row(name, "bad", f"{folder} cannot be written to", "Choose another folder with run_root.")
+        return Row(
+            name, "bad", f"{folder} cannot be written to", "Choose another folder with run_root."
+        )
     free = shutil.disk_usage(there).free / 1e9
     state = "bad" if free < scarce else "warn" if free < enough else "ok"
     remedy = "Delete old runs and downloaded models (~/.cache/huggingface), or lower keep; OPT-1.3B with Adam takes 16 GB a checkpoint, an adapter little."
@@ -362,7 +407,10 @@ def _outputs_row() -> Row | None:
     if environment.platform() == "colab":
         remedy = "from google.colab import drive; drive.mount('/content/drive')"
         return Row(
-            "disk for outputs", "warn", "no Drive is mounted: all that this session makes is lost with it", remedy
+            "disk for outputs",
+            "warn",
+            "no Drive is mounted: all that this session makes is lost with it",
+            remedy,
         )
     return None
 
@@ -376,22 +424,35 @@ def _container_memory() -> tuple[float, float]:
     for folder, limit, usage, dropped in (version_2, version_1):
         text, used, stat = (folder / f"memory.{name}" for name in (limit, usage, "stat"))
         if text.is_file() and (most := text.read_text().strip()).isdigit():
-            cached = re.search(rf"^{dropped} (\d+)$", stat.read_text(), re.M) if stat.is_file() else None
-            return float(most), float(used.read_text()) - float(cached[1] if cached else 0) if used.is_file() else 0.0
+            cached = (
+                re.search(rf"^{dropped} (\d+)$", stat.read_text(), re.M) if stat.is_file() else None
+            )
+            return float(most), float(used.read_text()) - float(
+                cached[1] if cached else 0
+            ) if used.is_file() else 0.0
     return float("inf"), 0.0
 
 
 def _memory_row() -> Row:
     memory, (limit, used) = psutil.virtual_memory(), _container_memory()
     free = min(memory.available, limit - used) / 1e9
-    limited = f"; this container may use {limit / 1e9:.1f} GB and uses {used / 1e9:.1f}" if limit < memory.total else ""
+    limited = (
+        f"; this container may use {limit / 1e9:.1f} GB and uses {used / 1e9:.1f}"
+        if limit < memory.total
+        else ""
+    )
     state = "bad" if free < 2 else "warn" if free < 8 else "ok"
     remedy = (
         ""
         if state == "ok"
         else "Rank 0 reads the whole model, on a CPU every rank: take a smaller one, or restart notebooks that hold some."
     )
-    return Row("memory", state, f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free{limited}", remedy)
+    return Row(
+        "memory",
+        state,
+        f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free{limited}",
+        remedy,
+    )
 
 # %% ../nbs/02_diagnostics.ipynb #f1c63287
 def _hub_row() -> Row:
@@ -412,7 +473,12 @@ def _hub_row() -> Row:
     try:
         code = get_session().head(constants.ENDPOINT, timeout=3).status_code
     except Exception as error:  # of the HTTP library that the Hub's has chosen
-        return Row("Hub", "warn", f"{constants.ENDPOINT} does not answer: {str(error) or type(error).__name__}", remedy)
+        return Row(
+            "Hub",
+            "warn",
+            f"{constants.ENDPOINT} does not answer: {str(error) or type(error).__name__}",
+            remedy,
+        )
     if code >= 500 or code == 407:
         return Row("Hub", "warn", f"{constants.ENDPOINT} answers with HTTP {code}", remedy)
     return Row("Hub", "ok", f"{constants.ENDPOINT} answers in {time.monotonic() - start:.1f} s")
@@ -438,7 +504,9 @@ def _token_row() -> Row:
         "tokens",
         "ok",
         found,
-        "" if "HF_TOKEN" in sources else f"Needed for gated and private models, and hf_repo: {where}",
+        ""
+        if "HF_TOKEN" in sources
+        else f"Needed for gated and private models, and hf_repo: {where}",
     )
 
 
@@ -449,7 +517,9 @@ def _session_row() -> Row:
     batch = os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
     kind = (", Save & Run All" if batch else ", interactive") if here == "kaggle" else ""
     left = (
-        f"{hours:.1f} of {environment.LONGEST_SESSION} hours left" if hours is not None else "hours left are not known"
+        f"{hours:.1f} of {environment.LONGEST_SESSION} hours left"
+        if hours is not None
+        else "hours left are not known"
     )
     found = f"{here.capitalize()}{kind}; {left}. {environment.quota_note()}."
     if hours is not None and hours < 1:
@@ -498,7 +568,10 @@ def doctor(bandwidth: bool = True) -> Checkup:
         gpus, gpu_row = (
             [],
             Row(
-                "GPUs", "bad", str(error), "The driver does not run: start a new session, or install the driver again."
+                "GPUs",
+                "bad",
+                str(error),
+                "The driver does not run: start a new session, or install the driver again.",
             ),
         )
     usable = visible_among(gpus)
@@ -511,13 +584,19 @@ def doctor(bandwidth: bool = True) -> Checkup:
         "torch": _begin("torch", _TORCH_SECONDS + 5, lambda: _torch_row(usable)),
         "interconnect": lambda: None,
         "disk for runs": _begin(
-            "disk for runs", 10, lambda: _disk_row("disk for runs", Path(environment.default_run_root()), 20)
+            "disk for runs",
+            10,
+            lambda: _disk_row("disk for runs", Path(environment.default_run_root()), 20),
         ),
         "disk for outputs": _begin("disk for outputs", 10, _outputs_row),
         "memory": _begin("memory", 5, _memory_row),
         "Hub": _begin("Hub", 8, _hub_row),
-        "tokens": (lambda: _safely("tokens", _token_row)) if on_colab else _begin("tokens", 15, _token_row),
+        "tokens": (lambda: _safely("tokens", _token_row))
+        if on_colab
+        else _begin("tokens", 15, _token_row),
     }
-    if bandwidth and rows["torch"]().state == "ok":  # after that of torch, which would disturb the measurement
+    if (
+        bandwidth and rows["torch"]().state == "ok"
+    ):  # after that of torch, which would disturb the measurement
         rows["interconnect"] = lambda: _safely("interconnect", lambda: _interconnect_row(usable))
     return Checkup([row for look in rows.values() if (row := look())])

@@ -72,7 +72,11 @@ class TorchrunMagics(Magics):
             raise ConfigError(
                 f"--push {','.join(missing)}: the notebook has no variable of that name; the cell that makes it must be run before."
             )
-        found = call(_run_cell, (cell, {name: self.shell.user_ns[name] for name in push}, pull), options.nproc)
+        found = call(
+            _run_cell,
+            (cell, {name: self.shell.user_ns[name] for name in push}, pull),
+            options.nproc,
+        )
         self.shell.push(found)
         if missing := [name for name in pull if name not in found]:
             raise ConfigError(

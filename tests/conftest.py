@@ -47,10 +47,16 @@ def pytest_collection_modifyitems(items):
 def pytest_sessionfinish(session):
     "In CI everything is there that a test may need, except a GPU and, in some containers, the right to mount: any other skip is a failure."
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None:  # a worker of xdist; the process that collects what workers found comes here too
+    if (
+        reporter is None
+    ):  # a worker of xdist; the process that collects what workers found comes here too
         return
     allowed = ("needs a CUDA GPU", "needs the right to mount")
-    skipped = [r for r in reporter.stats.get("skipped", []) if not any(reason in str(r.longrepr) for reason in allowed)]
+    skipped = [
+        r
+        for r in reporter.stats.get("skipped", [])
+        if not any(reason in str(r.longrepr) for reason in allowed)
+    ]
     if skipped and os.environ.get("CI"):
         print(f"\nskipped in CI: {[(r.nodeid, r.longrepr) for r in skipped]}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -61,7 +67,9 @@ def no_process_group_is_left():
     "The files that a worker takes share its process, and which ones they are differs from gate to gate."
     yield
     distributed = sys.modules.get("torch.distributed")
-    assert not (distributed and distributed.is_initialized()), "a test of this file left a process group"
+    assert not (distributed and distributed.is_initialized()), (
+        "a test of this file left a process group"
+    )
 
 
 @pytest.fixture

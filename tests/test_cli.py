@@ -5,13 +5,19 @@ from harness.runs import multigpu_ft
 
 def test_train_and_runs(tmp_path, run_root):
     (tmp_path / "x.jsonl").write_text(
-        "".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(600))
+        "".join(
+            json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(600)
+        )
     )
     settings = "--dataset x.jsonl --start-idx 0 --end-idx 500 --batch-size 8 --packing padded"
     done = multigpu_ft("train", *settings.split(), "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["state"] == "done" and result["step"] == 32 and result["checkpoint"] == "opt-tiny_0-500-epoch-1"
+    assert (
+        result["state"] == "done"
+        and result["step"] == 32
+        and result["checkpoint"] == "opt-tiny_0-500-epoch-1"
+    )
     listed = multigpu_ft("runs", "--json", cwd=tmp_path)
     assert [r["run"] for r in json.loads(listed.stdout)] == [result["run"]]
     told = multigpu_ft("runs", "--last", cwd=tmp_path).stdout
@@ -28,7 +34,11 @@ def test_failures_end_non_zero_with_one_message(tmp_path):
         (("fly",), "there is no verb 'fly'; the verbs are: train"),
     ):
         done = multigpu_ft(*arguments, cwd=tmp_path)
-        assert done.returncode != 0 and reason in done.stderr + done.stdout and "Traceback" not in done.stderr, (
+        assert (
+            done.returncode != 0
+            and reason in done.stderr + done.stdout
+            and "Traceback" not in done.stderr
+        ), (
             arguments,
             done,
         )

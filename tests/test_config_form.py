@@ -53,7 +53,11 @@ def called(f):
 def commanded(f):
     "The configuration that the papermill command launches, read as papermill reads it."
     program, notebook, out, *words = shlex.split(f.command)
-    assert (program, notebook.endswith("train.ipynb"), out) == ("papermill", True, "out.ipynb") and len(words) % 3 == 0
+    assert (program, notebook.endswith("train.ipynb"), out) == (
+        "papermill",
+        True,
+        "out.ipynb",
+    ) and len(words) % 3 == 0
     triples = [words[i : i + 3] for i in range(0, len(words), 3)]
     assert {how for how, _, _ in triples} <= {"-p", "-r"}
     return RunConfig.from_namespace(
@@ -72,7 +76,9 @@ def test_every_field_has_an_input_a_label_and_help_under_its_group():
     for name, info in RunConfig.model_fields.items():
         assert f.inputs[name].description == name and info.description in note(f, name)
         page = f._tabs.children[f._groups.index(info.json_schema_extra["group"])]
-        assert any(f.inputs[name] in (child, *getattr(child, "children", ())) for child in page.children)
+        assert any(
+            f.inputs[name] in (child, *getattr(child, "children", ())) for child in page.children
+        )
     assert f.config == RunConfig() and agrees(f)
 
 
@@ -91,16 +97,23 @@ def test_an_input_is_of_its_fields_type_and_bounds():
     }
     assert {name: type(f.inputs[name]) for name in types} == types
     sliders = {
-        field.name: (type(field.slider), field.slider.min, field.slider.max) for field in f._fields if field.slider
+        field.name: (type(field.slider), field.slider.min, field.slider.max)
+        for field in f._fields
+        if field.slider
     }
-    assert sliders == {"lora_dropout": (w.FloatSlider, 0, 0.9), "weight_decay": (w.FloatSlider, 0, 1)}
+    assert sliders == {
+        "lora_dropout": (w.FloatSlider, 0, 0.9),
+        "weight_decay": (w.FloatSlider, 0, 1),
+    }
     assert f.inputs["strategy"].options == tuple(
         (s, s) for s in ("auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3")
     )
     assert f.inputs["activation_checkpointing"].options == ("auto", "none", "full")
     assert f.inputs[
         "end_idx"
-    ].placeholder == "empty: start_idx + slice_size or the end of the data" and "1 to 1024" in note(f, "lora_r")
+    ].placeholder == "empty: start_idx + slice_size or the end of the data" and "1 to 1024" in note(
+        f, "lora_r"
+    )
 
 
 def test_a_new_field_appears_by_itself():
@@ -111,7 +124,12 @@ def test_a_new_field_appears_by_itself():
     def made(annotation, default, **bounds):
         namespace = {
             "__annotations__": {"x": annotation},
-            "x": Field(default, description="new; empty: nothing", json_schema_extra={"group": "new"}, **bounds),
+            "x": Field(
+                default,
+                description="new; empty: nothing",
+                json_schema_extra={"group": "new"},
+                **bounds,
+            ),
         }
         info = type("M", (multigpu_ft.run.config.BaseModel,), namespace).model_fields["x"]
         return config_form._Field("x", info, ipywidgets.Layout())
@@ -131,10 +149,14 @@ def test_a_new_field_appears_by_itself():
 def test_an_error_is_beside_its_field_as_long_as_it_lasts():
     f = form()
     f.inputs["batch_size"].value = "0"
-    assert "✗ input should be greater than or equal to 1" in note(f, "batch_size") and "✗" not in note(f, "accum_steps")
+    assert "✗ input should be greater than or equal to 1" in note(
+        f, "batch_size"
+    ) and "✗" not in note(f, "accum_steps")
     assert "✗" in tab(f, "training") and "✗" not in tab(f, "data")
     assert (
-        f._run_button.disabled and "batch_size: input should be" in shown(f._message) and "launch(" not in f._code.value
+        f._run_button.disabled
+        and "batch_size: input should be" in shown(f._message)
+        and "launch(" not in f._code.value
     )
     assert "multigpu-wrong" in f.inputs["batch_size"]._dom_classes and "batch_size" in repr(f)
     for ask in (lambda: f.config, lambda: f.call, lambda: f.command):
@@ -180,20 +202,26 @@ def test_fields_that_contradict_each_other():
     f.inputs["strategy"].value = "single"
     f.inputs["nproc"].value = "2"
     assert "use strategy='ddp'" in shown(f._message) and f._run_button.disabled
-    assert "✗" in note(f, "strategy") and "✗" in note(f, "nproc") and tab(f, "parallelism") == "parallelism •2 ✗"
+    assert (
+        "✗" in note(f, "strategy")
+        and "✗" in note(f, "nproc")
+        and tab(f, "parallelism") == "parallelism •2 ✗"
+    )
     f.inputs["nproc"].value = ""
     assert "✗" not in f._message.value + note(f, "strategy") and f.config.strategy == "single"
     f.inputs["hf_repo"].value = "no name"
-    assert "not of the form 'user/name'" in note(f, "hf_repo"), "only one field is to blame, so it is said beside it"
+    assert "not of the form 'user/name'" in note(f, "hf_repo"), (
+        "only one field is to blame, so it is said beside it"
+    )
 
 
 def test_a_secret_is_refused_and_not_shown():
     f, secret = form(), "hf_" + "a" * 34
     f.inputs["hf_repo"].value = secret
     assert "access token" in note(f, "hf_repo") and f._run_button.disabled
-    assert all(secret not in widget.value for widget in (f._message, f._code)) and secret not in note(
-        f, "hf_repo"
-    ) + repr(f)
+    assert all(
+        secret not in widget.value for widget in (f._message, f._code)
+    ) and secret not in note(f, "hf_repo") + repr(f)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -201,15 +229,24 @@ def test_a_preset_sets_all_fields_and_what_differs_is_marked(preset):
     f = form()
     f.inputs["seed"].value = "7"
     f._picker.value = preset
-    assert f.config == RunConfig.preset(preset) and f.call == f"launch(RunConfig.preset({preset!r}))" and agrees(f)
-    assert PRESET_NEEDS[preset] in shown(f._needs) and f._back.disabled and "•" not in "".join(f._tabs.titles)
-    f.inputs["batch_size"].value, f.inputs["end_idx"].value = "3", "900"
-    assert f"• preset: {RunConfig.preset(preset).batch_size}" in note(f, "batch_size") and "• preset: empty" in note(
-        f, "end_idx"
+    assert (
+        f.config == RunConfig.preset(preset)
+        and f.call == f"launch(RunConfig.preset({preset!r}))"
+        and agrees(f)
     )
-    assert (tab(f, "training"), tab(f, "data")) == ("training •1", "data •1") and "multigpu-changed" in f.inputs[
-        "batch_size"
-    ]._dom_classes
+    assert (
+        PRESET_NEEDS[preset] in shown(f._needs)
+        and f._back.disabled
+        and "•" not in "".join(f._tabs.titles)
+    )
+    f.inputs["batch_size"].value, f.inputs["end_idx"].value = "3", "900"
+    assert f"• preset: {RunConfig.preset(preset).batch_size}" in note(
+        f, "batch_size"
+    ) and "• preset: empty" in note(f, "end_idx")
+    assert (tab(f, "training"), tab(f, "data")) == (
+        "training •1",
+        "data •1",
+    ) and "multigpu-changed" in f.inputs["batch_size"]._dom_classes
     assert agrees(f) and f.call.endswith("end_idx=900, batch_size=3))")
     f.inputs["nproc"].value = "many"
     assert "•" in note(f, "batch_size") and tab(f, "parallelism") == "parallelism •1 ✗", (
@@ -246,7 +283,9 @@ def test_all_three_outputs_mean_the_same(values):
     f._build()  # from here on it is what the inputs hold
     f._update()
     assert f.config == cfg and agrees(f)
-    assert not f._preset or len(f.call) < len(repr(cfg)), "a preset that is near is the shortest way to say it"
+    assert not f._preset or len(f.call) < len(repr(cfg)), (
+        "a preset that is near is the shortest way to say it"
+    )
 
 
 def test_what_a_preset_sets_can_be_emptied_by_papermill():
@@ -265,12 +304,17 @@ def test_the_learning_rate_follows_model_and_tuning_while_it_is_empty():
     assert rate.placeholder == "empty: 2e-05" and f.config.learning_rate == 2e-5 and agrees(f)
     f.inputs["tuning"].value = "lora"
     assert (
-        rate.placeholder == "empty: 0.0002" and f.call == "launch(RunConfig(model='facebook/opt-125m', tuning='lora'))"
+        rate.placeholder == "empty: 0.0002"
+        and f.call == "launch(RunConfig(model='facebook/opt-125m', tuning='lora'))"
     )
     f._picker.value = "opt-1.3b-arxiv"
     assert rate.value == "5e-06"
     rate.value = ""
-    assert f.config.learning_rate == 2e-5 and "• preset: 5e-06" in note(f, "learning_rate") and agrees(f)
+    assert (
+        f.config.learning_rate == 2e-5
+        and "• preset: 5e-06" in note(f, "learning_rate")
+        and agrees(f)
+    )
 
 
 def test_run_starts_a_run_and_waits_for_its_end(run_root):
@@ -323,14 +367,20 @@ def test_an_estimate_comes_when_typing_pauses(monkeypatch):
         asked.append(cfg.batch_size)
         if cfg.batch_size == 99:
             raise ValueError("no such model")
-        return SimpleNamespace(line=f"{cfg.batch_size} GB <each>.", remedies=["batch_size=1: 2.0 GiB"])
+        return SimpleNamespace(
+            line=f"{cfg.batch_size} GB <each>.", remedies=["batch_size=1: 2.0 GiB"]
+        )
 
     monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 0.6)
     monkeypatch.setattr(config_form, "estimate", estimate)
     for text in ("1", "12", "123"):
         f.inputs["batch_size"].value = text
     assert "estimating" in shown(f._memory) and not asked
-    until(lambda: "memory: 123 GB <each>. Nearest: batch_size=1: 2.0 GiB." in shown(f._memory), 5, "an estimate")
+    until(
+        lambda: "memory: 123 GB <each>. Nearest: batch_size=1: 2.0 GiB." in shown(f._memory),
+        5,
+        "an estimate",
+    )
     f.inputs["batch_size"].value = "x"
     f.inputs["batch_size"].value = "99"
     until(lambda: "no estimate: no such model" in shown(f._memory), 5, "why there is none")
@@ -353,7 +403,9 @@ def test_several_forms_estimate_one_after_the_other(monkeypatch):
     for f in forms:
         f._build()
     until(
-        lambda: all(f"memory: {size} GB." in shown(f._memory) for size, f in enumerate(forms, 1)), 10, "all estimates"
+        lambda: all(f"memory: {size} GB." in shown(f._memory) for size, f in enumerate(forms, 1)),
+        10,
+        "all estimates",
     )
     assert at_once == [1, 1, 1]
 

@@ -20,7 +20,9 @@ T4 = "GPU-{0}a, Tesla T4, 15360, {1}, 550.54.15, 7.5"
 def smi(monkeypatch, folder, *lines, code=0):
     "Put an nvidia-smi on the PATH that says `lines`."
     folder.mkdir(exist_ok=True)
-    (folder / "nvidia-smi").write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {code}\n")
+    (folder / "nvidia-smi").write_text(
+        "#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {code}\n"
+    )
     (folder / "nvidia-smi").chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
@@ -32,13 +34,27 @@ def t4s(used=3):
 def test_doctor_on_this_machine():
     found = diagnostics.doctor(bandwidth=False)
     names = [row.name for row in found.rows]
-    assert names == ["session", "Python", "packages", "GPUs", "torch", "disk for runs", "memory", "Hub", "tokens"]
+    assert names == [
+        "session",
+        "Python",
+        "packages",
+        "GPUs",
+        "torch",
+        "disk for runs",
+        "memory",
+        "Hub",
+        "tokens",
+    ]
     assert (
         all(row.state in ("ok", "warn", "bad") and row.found for row in found.rows)
         and found.rows[1].state == found.rows[4].state == "ok"
     )
     assert (
-        all(row.found in found._repr_html_().replace("&#x27;", "'") for row in found.rows if "<" not in row.found)
+        all(
+            row.found in found._repr_html_().replace("&#x27;", "'")
+            for row in found.rows
+            if "<" not in row.found
+        )
         and "<style" not in found._repr_html_()
     )
 
@@ -68,7 +84,8 @@ def test_gpus_without_a_torch_that_can_use_them(monkeypatch, tmp_path):
     assert done.returncode == 1
     rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
     assert (
-        "2 x Tesla T4, 16 GB; driver 550.54.15; compute capability 7.5: fp16" in rows["GPUs"]["found"]
+        "2 x Tesla T4, 16 GB; driver 550.54.15; compute capability 7.5: fp16"
+        in rows["GPUs"]["found"]
         and rows["GPUs"]["state"] == "ok"
     )
     assert rows["torch"]["state"] == "bad" and "pip install torch" in rows["torch"]["remedy"]
@@ -85,10 +102,14 @@ def test_gpus_that_are_hidden_or_busy(monkeypatch, tmp_path):
         and "hides GPU 0 (Tesla T4" in found
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert diagnostics._gpu_row(environment.installed_gpus()).remedy.startswith("Unset CUDA_VISIBLE_DEVICES")
+    assert diagnostics._gpu_row(environment.installed_gpus()).remedy.startswith(
+        "Unset CUDA_VISIBLE_DEVICES"
+    )
 
 
-def test_a_driver_that_does_not_run_and_checks_that_fail_or_hang_are_rows(monkeypatch, tmp_path, kaggle):
+def test_a_driver_that_does_not_run_and_checks_that_fail_or_hang_are_rows(
+    monkeypatch, tmp_path, kaggle
+):
     smi(
         monkeypatch,
         tmp_path / "bin",
@@ -96,19 +117,29 @@ def test_a_driver_that_does_not_run_and_checks_that_fail_or_hang_are_rows(monkey
         code=9,
     )
     fake_module(monkeypatch, "kaggle_secrets", UserSecretsClient=no_such_secret)
-    monkeypatch.setattr(diagnostics, "_torch_row", lambda gpus: diagnostics.Row("torch", "warn", "not looked at"))
+    monkeypatch.setattr(
+        diagnostics, "_torch_row", lambda gpus: diagnostics.Row("torch", "warn", "not looked at")
+    )
     monkeypatch.setattr(diagnostics, "_packages_row", lambda: 1 / 0)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     rows = {row.name: row for row in diagnostics.doctor().rows}
     assert rows["GPUs"].state == "bad" and "has failed because" in rows["GPUs"].found
     assert "ZeroDivisionError" in rows["packages"].found and "Internet on" in rows["Hub"].remedy
-    assert "Kaggle, interactive; 10.0 of 12 hours left" in rows["session"].found and "Secrets" in rows["tokens"].remedy
-    assert diagnostics._begin("slow", 0.05, lambda: environment.time.sleep(1))().found == "no answer within 0.05 s"
+    assert (
+        "Kaggle, interactive; 10.0 of 12 hours left" in rows["session"].found
+        and "Secrets" in rows["tokens"].remedy
+    )
+    assert (
+        diagnostics._begin("slow", 0.05, lambda: environment.time.sleep(1))().found
+        == "no answer within 0.05 s"
+    )
 
 
 def test_offline(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert diagnostics._hub_row().state == "warn" and "model='FOLDER'" in diagnostics._hub_row().remedy
+    assert (
+        diagnostics._hub_row().state == "warn" and "model='FOLDER'" in diagnostics._hub_row().remedy
+    )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in diagnostics._hub_row().found
 
@@ -137,19 +168,25 @@ def test_packages_that_are_too_old_or_missing(monkeypatch):
 def test_disk_and_memory(monkeypatch, tmp_path):
     for count, state in ((30e9, "ok"), (10e9, "warn"), (4e9, "bad")):
         monkeypatch.setattr(
-            diagnostics.shutil, "disk_usage", lambda path, count=count: types.SimpleNamespace(free=count)
+            diagnostics.shutil,
+            "disk_usage",
+            lambda path, count=count: types.SimpleNamespace(free=count),
         )
         assert diagnostics._disk_row("disk", tmp_path / "not" / "there", 20).state == state
     (tmp_path / "memory.max").write_text("1000000000\n")
     monkeypatch.setattr(diagnostics, "_CGROUP", tmp_path)
-    assert diagnostics._memory_row().state == "bad" and "may use 1.0 GB" in diagnostics._memory_row().found
+    assert (
+        diagnostics._memory_row().state == "bad"
+        and "may use 1.0 GB" in diagnostics._memory_row().found
+    )
     (tmp_path / "memory").mkdir()
     version_1 = (tmp_path / "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file")
     for folder, limit, usage, dropped in ((tmp_path, "max", "current", "inactive_file"), version_1):
         (folder / f"memory.{limit}").write_text("10000000000\n")
         (folder / f"memory.{usage}").write_text("9500000000\n")
         (folder / "memory.stat").write_text(f"anon 5\n{dropped} 500000000\n")
-        assert diagnostics._container_memory() == (10e9, 9e9) and diagnostics._memory_row().state == "bad", (
-            "what the container uses already is not free"
-        )
+        assert (
+            diagnostics._container_memory() == (10e9, 9e9)
+            and diagnostics._memory_row().state == "bad"
+        ), "what the container uses already is not free"
         (folder / f"memory.{limit}").unlink()

@@ -15,7 +15,8 @@ from multigpu_ft import ConfigError
 def test_each_input_is_accepted_rightly_or_refused_with_one_typed_error(name):
     found = fuzz.fuzz([name], inputs=92, first_seed=0)[name]
     failures = [
-        f"--only {name} --first-seed {seed} --inputs 1\n{what[-2000:]}" for seed, what in found["failures"].items()
+        f"--only {name} --first-seed {seed} --inputs 1\n{what[-2000:]}"
+        for seed, what in found["failures"].items()
     ]
     assert not failures, "\n".join(failures[:3])
     assert found["accepted"] and found["refused"], "inputs of both kinds"
@@ -44,11 +45,17 @@ def raising(error):
     ],
 )
 def test_a_planted_bug_is_noticed_with_the_seed_that_repeats_it(monkeypatch, planted, told):
-    sometimes = {"planted": lambda rng, folder: planted(rng, folder) if rng.random() < 0.5 else None}
+    sometimes = {
+        "planted": lambda rng, folder: planted(rng, folder) if rng.random() < 0.5 else None
+    }
     monkeypatch.setattr(fuzz, "SURFACES", sometimes)
     here = Path.cwd()
     found = fuzz.fuzz(["planted"], inputs=8, first_seed=3, seconds=0.2)["planted"]
-    assert 0 < len(found["failures"]) < 8 and found["accepted"] == 8 - len(found["failures"]) and Path.cwd() == here
+    assert (
+        0 < len(found["failures"]) < 8
+        and found["accepted"] == 8 - len(found["failures"])
+        and Path.cwd() == here
+    )
     for seed, what in found["failures"].items():
         assert told in what
         again = fuzz.fuzz(["planted"], inputs=1, first_seed=seed, seconds=0.2)["planted"]
@@ -57,7 +64,18 @@ def test_a_planted_bug_is_noticed_with_the_seed_that_repeats_it(monkeypatch, pla
 
 def test_the_command_repeats_one_input(tmp_path):
     "And says in its exit code that nothing was wrong."
-    words = ["--only", "rdzv", "--first-seed", "5", "--inputs", "1", "--json", str(tmp_path / "r.json")]
-    done = subprocess.run([sys.executable, fuzz.__file__, *words], capture_output=True, text=True, timeout=120)
+    words = [
+        "--only",
+        "rdzv",
+        "--first-seed",
+        "5",
+        "--inputs",
+        "1",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    done = subprocess.run(
+        [sys.executable, fuzz.__file__, *words], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and "rdzv" in done.stdout, done.stdout + done.stderr
     assert '"inputs": 1' in (tmp_path / "r.json").read_text()

@@ -13,10 +13,13 @@ pytestmark = pytest.mark.gpu
 
 def test_launch_after_cuda_was_initialised_in_the_kernel(kernel, run_root):
     k = kernel()
-    k.run("import torch; torch.ones(8, device='cuda').sum().item(); assert torch.cuda.is_initialized()")
+    k.run(
+        "import torch; torch.ones(8, device='cuda').sum().item(); assert torch.cuda.is_initialized()"
+    )
     for _ in range(2):
         assert "done" in k.run(
-            IMPORTS + f"print(launch(RunConfig(run_root={str(run_root)!r}, end_idx=64, resume_file='none')).state)"
+            IMPORTS
+            + f"print(launch(RunConfig(run_root={str(run_root)!r}, end_idx=64, resume_file='none')).state)"
         )
 
 
@@ -27,7 +30,9 @@ def test_launch_leaves_cuda_alone(kernel, run_root):
     assert k.run("print(run.status['device'])").strip() == "cuda"
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"]
+)
 @pytest.mark.parametrize("dtype", ["auto", "fp16", "bf16", "fp32"])
 def test_trains_saves_and_goes_on(run_root, strategy, dtype):
     import torch
@@ -38,14 +43,27 @@ def test_trains_saves_and_goes_on(run_root, strategy, dtype):
     from multigpu_ft import RunConfig, launch
 
     cfg = RunConfig(
-        run_root=str(run_root), strategy=strategy, nproc=1, dtype=dtype, packing="padded", batch_size=8, end_idx=160
+        run_root=str(run_root),
+        strategy=strategy,
+        nproc=1,
+        dtype=dtype,
+        packing="padded",
+        batch_size=8,
+        end_idx=160,
     )
     first = launch(cfg.replace(max_steps=10))
     second = launch(cfg)
     if dtype == "auto":
-        assert first.status["dtype"] == ("bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16")
-    assert second.metrics[0]["step"] == 11 and second.metrics[-1]["loss"] < first.metrics[0]["loss"] - 0.5
-    whole = launch(cfg.replace(resume_file="none", save_every=1))  # with a save in flight all the time
+        assert first.status["dtype"] == (
+            "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+        )
+    assert (
+        second.metrics[0]["step"] == 11
+        and second.metrics[-1]["loss"] < first.metrics[0]["loss"] - 0.5
+    )
+    whole = launch(
+        cfg.replace(resume_file="none", save_every=1)
+    )  # with a save in flight all the time
     assert all(
         abs(a["loss"] - b["loss"]) < 1e-3 * b["loss"]
         for a, b in zip(first.metrics + second.metrics, whole.metrics, strict=True)
@@ -93,7 +111,12 @@ assert norm.isfinite() and watch.read()["forward_backward"] > 0
         "LOCAL_RANK": "0",
     }
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=env,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -118,15 +141,29 @@ def test_settings_that_save_memory_or_time_learn_too(run_root, settings):
 
     run = launch(
         RunConfig(
-            run_root=str(run_root), nproc=1, strategy="single", packing="padded", batch_size=8, end_idx=160, **settings
+            run_root=str(run_root),
+            nproc=1,
+            strategy="single",
+            packing="padded",
+            batch_size=8,
+            end_idx=160,
+            **settings,
         )
     )
-    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5 and run.metrics[-1]["peak_memory_gib"][0] < 16
+    assert (
+        run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 0.5
+        and run.metrics[-1]["peak_memory_gib"][0] < 16
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize(
-    "settings", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "fsdp", "communication": "micro_batch"}]
+    "settings",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "fsdp"},
+        {"strategy": "fsdp", "communication": "micro_batch"},
+    ],
 )
 def test_two_gpus_draw_one_curve(run_root, dtype, settings):
     import torch
@@ -144,10 +181,14 @@ def test_two_gpus_draw_one_curve(run_root, dtype, settings):
         batch_size=2,
         accum_steps=2,
     )
-    two, one = launch(cfg.replace(nproc=2, **settings)), launch(cfg.replace(nproc=1, strategy="single", accum_steps=4))
+    two, one = (
+        launch(cfg.replace(nproc=2, **settings)),
+        launch(cfg.replace(nproc=1, strategy="single", accum_steps=4)),
+    )
     tolerance = 1e-4 if dtype == "fp32" else 2e-2
     assert all(
-        abs(a["loss"] - b["loss"]) < tolerance * b["loss"] for a, b in zip(two.metrics, one.metrics, strict=True)
+        abs(a["loss"] - b["loss"]) < tolerance * b["loss"]
+        for a, b in zip(two.metrics, one.metrics, strict=True)
     )
 
 
@@ -160,20 +201,40 @@ def test_answers_by_cuda_graphs_are_those_of_transformers(tmp_path):
     from multigpu_ft.models.loading import load_model, load_tokenizer
 
     questions = tmp_path / "q.jsonl"
-    questions.write_text("".join(json.dumps({"question": "why " * (1 + i % 40)}) + "\n" for i in range(60)))
-    asked = {"model": "builtin:opt-tiny", "dataset": questions, "nproc": 1, "batch_size": 16, "max_new_tokens": 90}
+    questions.write_text(
+        "".join(json.dumps({"question": "why " * (1 + i % 40)}) + "\n" for i in range(60))
+    )
+    asked = {
+        "model": "builtin:opt-tiny",
+        "dataset": questions,
+        "nproc": 1,
+        "batch_size": 16,
+        "max_new_tokens": 90,
+    }
     answers = generate(**asked, output=tmp_path / "a.jsonl", temperature=0, dtype="fp32")
     assert "CUDA graphs are not used" not in answers.run.logs(0)
     cfg = RunConfig(task="chat")
     tokenizer, model = load_tokenizer(cfg), load_model(cfg, load_tokenizer(cfg)).eval().cuda()
     same = 0
     for record in answers:
-        text = tokenizer.apply_chat_template(record["messages"][:1], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            record["messages"][:1], tokenize=False, add_generation_prompt=True
+        )
         ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], device="cuda")
         made = model.generate(
-            ids, max_new_tokens=90, do_sample=False, use_cache=True, pad_token_id=tokenizer.pad_token_id
+            ids,
+            max_new_tokens=90,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=tokenizer.pad_token_id,
         )[0, ids.shape[1] :]
-        same += record["messages"][-1]["content"] == tokenizer.decode(made, skip_special_tokens=True).strip()
+        same += (
+            record["messages"][-1]["content"]
+            == tokenizer.decode(made, skip_special_tokens=True).strip()
+        )
     assert same >= 57  # rounding may decide between two tokens that are alike
-    halves = [generate(**asked, output=tmp_path / f"{dtype}.jsonl", dtype=dtype) for dtype in ("fp16", "auto")]
+    halves = [
+        generate(**asked, output=tmp_path / f"{dtype}.jsonl", dtype=dtype)
+        for dtype in ("fp16", "auto")
+    ]
     assert all(len(found) == 60 for found in halves)

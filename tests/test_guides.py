@@ -54,7 +54,11 @@ def run(notebook, folder, parameters=(), env=None):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "guide",
-    [slow(guide) if guide in SLOW else guide for guide in GUIDES if guide not in ("slices", "loop")],
+    [
+        slow(guide) if guide in SLOW else guide
+        for guide in GUIDES
+        if guide not in ("slices", "loop")
+    ],
 )
 def test_a_guide_runs_from_top_to_bottom(guide, folder):
     run(FOLDER / f"{guide}.ipynb", folder, SMALLER.get(guide, {}))
@@ -67,7 +71,10 @@ def test_slices_over_days_and_through_the_hub(folder, tmp_path):
         shown = run(FOLDER / "slices.ipynb", folder, SMALLER["slices"], environment(hub))
     finally:
         hub.close()
-    assert "day-1-2: continues from checkpoint" in shown and "from-the-hub: continues from checkpoint" in shown
+    assert (
+        "day-1-2: continues from checkpoint" in shown
+        and "from-the-hub: continues from checkpoint" in shown
+    )
 
 
 @pytest.mark.slow
@@ -78,7 +85,10 @@ def test_it_learns_to_add_and_then_from_its_own_additions(folder):
         {
             "messages": [
                 {"role": "user", "content": f"What is {a} and {b}?"},
-                {"role": "assistant", "content": f"It is <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}"},
+                {
+                    "role": "assistant",
+                    "content": f"It is <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}",
+                },
             ]
         }
         for a, b in sums
@@ -86,7 +96,10 @@ def test_it_learns_to_add_and_then_from_its_own_additions(folder):
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = run(FOLDER / "loop.ipynb", folder, SMALLER["loop"])
     before, after = map(
-        float, re.search(r"good answers to unseen questions: before ([\d.]+)%, after ([\d.]+)%", shown).groups()
+        float,
+        re.search(
+            r"good answers to unseen questions: before ([\d.]+)%, after ([\d.]+)%", shown
+        ).groups(),
     )
     assert min(before, after) > 0, (before, after)
 
@@ -95,12 +108,19 @@ def test_it_learns_to_add_and_then_from_its_own_additions(folder):
 def test_a_guide_is_short_and_has_its_pictures(guide):
     cells = read(FOLDER / f"{guide}.ipynb")
     assert len(cells) < 15 and len(GUIDES) >= 8
-    shown = [data for cell in cells for output in cell.get("outputs", []) for data in [output.get("data", {})]]
+    shown = [
+        data
+        for cell in cells
+        for output in cell.get("outputs", [])
+        for data in [output.get("data", {})]
+    ]
     kept = (
         REPO / "bench" / "results" / f"guide_{guide}.ipynb"
     )  # where running it takes too long to be done again for every change
     if kept.exists():
-        shown += [output.get("data", {}) for cell in read(kept) for output in cell.get("outputs", [])]
+        shown += [
+            output.get("data", {}) for cell in read(kept) for output in cell.get("outputs", [])
+        ]
     assert guide == "kubernetes" or any(
         "image/png" in data or "<svg" in str(data) or "data:image" in str(data) for data in shown
     )
@@ -115,13 +135,21 @@ def test_kaggles_kernels_train_and_evaluate(folder):
     shown = run(KAGGLE / "train" / "train.ipynb", folder, {"preset": "tiny", "end_idx": 120})
     assert "-p start_idx 120" in shown
     shown = run(
-        KAGGLE / "evaluate" / "evaluate.ipynb", folder, {"run": "runs/opt-tiny_0-120", "end_idx": 200, "samples": 1}
+        KAGGLE / "evaluate" / "evaluate.ipynb",
+        folder,
+        {"run": "runs/opt-tiny_0-120", "end_idx": 200, "samples": 1},
     )
     assert "nats a token" in shown and (folder / "report" / "evaluation.html").exists()
 
 
 def test_kaggles_kernel_makes_wheels_of_a_checkout(folder):
     copy = folder / "checkout"
-    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".venv", "runs", ".git", "*.egg-info", "build", "dist"))
+    shutil.copytree(
+        REPO,
+        copy,
+        ignore=shutil.ignore_patterns(".venv", "runs", ".git", "*.egg-info", "build", "dist"),
+    )
     run(KAGGLE / "wheels" / "wheels.ipynb", folder, {"package": "./checkout"})
-    assert [path.name.split("-")[0] for path in (folder / "wheels").glob("*.whl")] == ["multigpu_ft"]
+    assert [path.name.split("-")[0] for path in (folder / "wheels").glob("*.whl")] == [
+        "multigpu_ft"
+    ]

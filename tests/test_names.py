@@ -15,7 +15,10 @@ def members(thing):
     "Parameters of a function; public members of a class, methods with their parameters."
     if inspect.isclass(thing):
         own = {name: value for name, value in vars(thing).items() if not name.startswith("_")}
-        return {name: list(inspect.signature(v).parameters) if inspect.isfunction(v) else "" for name, v in own.items()}
+        return {
+            name: list(inspect.signature(v).parameters) if inspect.isfunction(v) else ""
+            for name, v in own.items()
+        }
     return list(inspect.signature(thing).parameters)
 
 
@@ -26,7 +29,9 @@ def public_names():
 
     skipped = ("model_config", "model_fields", "model_computed_fields")
     names = {name: members(getattr(multigpu_ft, name)) for name in sorted(multigpu_ft.__all__)}
-    names["RunConfig"] = {k: v for k, v in names["RunConfig"].items() if k not in [*skipped, *RunConfig.model_fields]}
+    names["RunConfig"] = {
+        k: v for k, v in names["RunConfig"].items() if k not in [*skipped, *RunConfig.model_fields]
+    }
     return {
         "names": names,
         "settings": list(RunConfig.model_fields),
@@ -34,7 +39,10 @@ def public_names():
         "verbs": list(cli._VERBS),
         "exit codes": {"stopped": run_dir.STOPPED_EXIT_CODE},
         "states": [*run_dir.LIVE_STATES, *run_dir.FINAL_STATES],
-        "files": [getattr(run_dir, f"{n}_FILE") for n in ("PLAN", "FAILURE", "GENERATION", "HUB", "COMMIT")],
+        "files": [
+            getattr(run_dir, f"{n}_FILE")
+            for n in ("PLAN", "FAILURE", "GENERATION", "HUB", "COMMIT")
+        ],
         "commands": ["multigpu_ft.training", "multigpu_ft.generation"],
     }
 
@@ -62,5 +70,7 @@ def test_a_run_directory_has_the_recorded_layout(tmp_path):
     ]
     run.request_stop()
     run.update_status(step=1)
-    files = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()
+    }
     assert files == {"config.json", "status.json", "stop"}

@@ -33,7 +33,11 @@ def wheels(tmp_path_factory):
     "The wheel of a checkout, the sdist, and the wheel that is made of that."
     folder = tmp_path_factory.mktemp("packages")
     copy = folder / "checkout"
-    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".venv", "runs", ".git", "*.egg-info", "build", "dist"))
+    shutil.copytree(
+        REPO,
+        copy,
+        ignore=shutil.ignore_patterns(".venv", "runs", ".git", "*.egg-info", "build", "dist"),
+    )
     sdist, wheel = sorted(build(copy, "--sdist", "--wheel"), key=lambda path: path.suffix == ".whl")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -43,7 +47,9 @@ def wheels(tmp_path_factory):
 
 def content(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("RECORD")}
+        return {
+            name: archive.read(name) for name in archive.namelist() if not name.endswith("RECORD")
+        }
 
 
 def test_wheel_and_sdist_have_all_modules_and_nothing_else(wheels):
@@ -52,12 +58,18 @@ def test_wheel_and_sdist_have_all_modules_and_nothing_else(wheels):
         wheel.name == f"multigpu_ft-{__version__}-py3-none-any.whl"
         and sdist.name == f"multigpu_ft-{__version__}.tar.gz"
     )
-    modules = {str(path.relative_to(REPO)): path.read_bytes() for path in (REPO / "multigpu_ft").rglob("*.py")}
+    modules = {
+        str(path.relative_to(REPO)): path.read_bytes()
+        for path in (REPO / "multigpu_ft").rglob("*.py")
+    }
     found = content(wheel)
     assert {
         name: data for name, data in found.items() if name.startswith("multigpu_ft/")
     } == modules and found == content(again)
-    assert {name.split("/")[0] for name in found} == {"multigpu_ft", f"multigpu_ft-{__version__}.dist-info"}
+    assert {name.split("/")[0] for name in found} == {
+        "multigpu_ft",
+        f"multigpu_ft-{__version__}.dist-info",
+    }
     assert f"## {__version__}\n" in (REPO / "CHANGELOG.md").read_text()
 
 
@@ -65,7 +77,17 @@ def test_installed_in_an_environment_of_its_own(wheels, tmp_path):
     place = tmp_path / "venv"
     venv.create(place, with_pip=False)
     subprocess.run(
-        [BIN / "pip", "--python", place, "install", "--quiet", "--no-deps", "--no-index", wheels[0]], check=True
+        [
+            BIN / "pip",
+            "--python",
+            place,
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            wheels[0],
+        ],
+        check=True,
     )
     (libraries,) = place.glob("lib/python*/site-packages")
     (here,) = BIN.parent.glob("lib/python*/site-packages")
@@ -75,15 +97,21 @@ def test_installed_in_an_environment_of_its_own(wheels, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def said(*command):
-        return subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, check=True, capture_output=True, text=True
+        ).stdout
 
     python, command = place / "bin" / "python", place / "bin" / "multigpu-ft"
-    assert said(python, "-c", "import multigpu_ft; print(multigpu_ft.__version__, multigpu_ft.__file__)").split() == [
+    assert said(
+        python, "-c", "import multigpu_ft; print(multigpu_ft.__version__, multigpu_ft.__file__)"
+    ).split() == [
         __version__,
         str(libraries / "multigpu_ft" / "__init__.py"),
     ]
     assert "deploy" in said(command, "--help")
-    assert json.loads(said(command, "estimate", "--preset", "tiny", "--gpus", "2", "--json"))["fits"]
+    assert json.loads(said(command, "estimate", "--preset", "tiny", "--gpus", "2", "--json"))[
+        "fits"
+    ]
 
 
 @pytest.fixture
@@ -124,7 +152,9 @@ def test_kaggles_own_client_takes_the_kernels(kernel, kaggle, tmp_path):
     metadata = folder / "kernel-metadata.json"
     metadata.write_text(metadata.read_text().replace("USERNAME", "jane"))
     # the client's way to a server on this machine is http://localhost; the proxy says which port
-    proxy = {name: f"http://127.0.0.1:{kaggle.server_port}" for name in ("http_proxy", "HTTP_PROXY")}
+    proxy = {
+        name: f"http://127.0.0.1:{kaggle.server_port}" for name in ("http_proxy", "HTTP_PROXY")
+    }
     account = {
         "KAGGLE_API_ENVIRONMENT": "LOCALHOST",
         "KAGGLE_USERNAME": "jane",
@@ -132,16 +162,28 @@ def test_kaggles_own_client_takes_the_kernels(kernel, kaggle, tmp_path):
         "KAGGLE_CONFIG_DIR": str(tmp_path),
     }
     env = {**os.environ, **proxy, "no_proxy": "", "NO_PROXY": "", **account}
-    done = subprocess.run([BIN / "kaggle", "kernels", "push", "-p", folder], env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "successfully pushed" in done.stdout and "does not resolve" not in done.stdout, (
-        done.stdout + done.stderr
+    done = subprocess.run(
+        [BIN / "kaggle", "kernels", "push", "-p", folder], env=env, capture_output=True, text=True
     )
+    assert (
+        done.returncode == 0
+        and "successfully pushed" in done.stdout
+        and "does not resolve" not in done.stdout
+    ), done.stdout + done.stderr
     ((path, sent),) = kaggle.pushed
-    assert path.endswith("/SaveKernel") and sent["slug"] == f"jane/multigpu-ft-{kernel}" and sent["isPrivate"]
+    assert (
+        path.endswith("/SaveKernel")
+        and sent["slug"] == f"jane/multigpu-ft-{kernel}"
+        and sent["isPrivate"]
+    )
     assert sent["enableGpu"] == (kernel != "wheels") and sent.get("machineShape", "") == (
         "NvidiaTeslaT4" if sent["enableGpu"] else ""
     )
-    assert sent.get("kernelDataSources", []) == (["jane/multigpu-ft-train"] if kernel == "evaluate" else [])
+    assert sent.get("kernelDataSources", []) == (
+        ["jane/multigpu-ft-train"] if kernel == "evaluate" else []
+    )
     cells = json.loads(sent["text"])["cells"]
-    (parameters,) = [cell["source"] for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
+    (parameters,) = [
+        cell["source"] for cell in cells if "parameters" in cell["metadata"].get("tags", [])
+    ]
     assert "package = " in parameters

@@ -14,17 +14,32 @@ from harness.runs import BIN, NBS, REPO
 PACKAGE = REPO / "multigpu_ft"
 # A folder imports only from those before it, a file only from those before it in its folder; "" is the root.
 FOLDERS = (
-    *("run", "data", "models", "distributed", "checkpoints", "hub", "tracking", "display", "training", "memory"),
+    *(
+        "run",
+        "data",
+        "models",
+        "distributed",
+        "checkpoints",
+        "hub",
+        "tracking",
+        "display",
+        "training",
+        "memory",
+    ),
     *("launcher", "generation", "evaluation", "deploy", ""),
 )
 
 
 def exported_module(notebook):
-    text = "".join("".join(cell["source"]) + "\n" for cell in json.loads(notebook.read_text())["cells"])
+    text = "".join(
+        "".join(cell["source"]) + "\n" for cell in json.loads(notebook.read_text())["cells"]
+    )
     return re.search(r"#\| default_exp ([\w.]+)", text)[1]
 
 
-NOTEBOOKS = [notebook for folder in FOLDERS for notebook in sorted((NBS / folder).glob("[0-9]*.ipynb"))]
+NOTEBOOKS = [
+    notebook for folder in FOLDERS for notebook in sorted((NBS / folder).glob("[0-9]*.ipynb"))
+]
 ORDER = [exported_module(notebook) for notebook in NOTEBOOKS]
 
 
@@ -41,15 +56,25 @@ def imports(path, package="multigpu_ft"):
             module = ".".join(filter(None, [above, node.module]))
             if module.split(".")[0] == "multigpu_ft":
                 names = [f"{module}.{alias.name}" for alias in node.names]
-                found = [name if name.removeprefix("multigpu_ft.") in ORDER else module for name in names]
-                yield from dict.fromkeys(name.removeprefix("multigpu_ft").strip(".") for name in found)
+                found = [
+                    name if name.removeprefix("multigpu_ft.") in ORDER else module for name in names
+                ]
+                yield from dict.fromkeys(
+                    name.removeprefix("multigpu_ft").strip(".") for name in found
+                )
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("multigpu_ft."))
+            yield from (
+                alias.name.partition(".")[2]
+                for alias in node.names
+                if alias.name.startswith("multigpu_ft.")
+            )
 
 
 def test_modules_are_what_the_notebooks_export(tmp_path):
     copy = tmp_path / "copy"
-    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".venv", "runs", ".git", "*.egg-info"))
+    shutil.copytree(
+        REPO, copy, ignore=shutil.ignore_patterns(".venv", "runs", ".git", "*.egg-info")
+    )
     subprocess.run([BIN / "nbdev_export"], cwd=copy, check=True)
     expected = {file_of(module) for module in [*ORDER, "_modidx"]}
     for path in expected:
@@ -63,18 +88,27 @@ def test_modules_are_what_the_notebooks_export(tmp_path):
 
 
 def test_every_numbered_notebook_is_in_a_known_folder_and_named_like_its_module():
-    assert {path for path in NBS.rglob("[0-9]*.ipynb") if ".ipynb_checkpoints" not in path.parts} == set(NOTEBOOKS)
+    assert {
+        path for path in NBS.rglob("[0-9]*.ipynb") if ".ipynb_checkpoints" not in path.parts
+    } == set(NOTEBOOKS)
     for notebook, module in zip(NOTEBOOKS, ORDER, strict=True):
         folder, _, name = module.rpartition(".")
         assert notebook.parent == NBS / folder.replace(".", "/")
         assert notebook.stem[3:] == name.strip("_"), f"{notebook.name} exports {module}"
     for folder in FOLDERS:
-        numbers = [int(notebook.stem[:2]) for notebook in sorted((NBS / folder).glob("[0-9]*.ipynb"))]
-        assert numbers == list(range(1, len(numbers) + 1)), f"{folder or 'nbs'}: the numbers are the reading order"
+        numbers = [
+            int(notebook.stem[:2]) for notebook in sorted((NBS / folder).glob("[0-9]*.ipynb"))
+        ]
+        assert numbers == list(range(1, len(numbers) + 1)), (
+            f"{folder or 'nbs'}: the numbers are the reading order"
+        )
 
 
 def test_tests_stand_in_the_folders_of_what_they_test():
-    folders = {path.parent.relative_to(REPO / "tests").as_posix() for path in (REPO / "tests").rglob("test_*.py")}
+    folders = {
+        path.parent.relative_to(REPO / "tests").as_posix()
+        for path in (REPO / "tests").rglob("test_*.py")
+    }
     assert folders == {folder or "." for folder in FOLDERS}
 
 
@@ -83,7 +117,9 @@ def test_imports_point_downwards(room):
     package = ".".join(["multigpu_ft", *room.split(".")[:-1]])
     for other in imports(file_of(room), package):
         if other:  # "" is the package itself
-            assert ORDER.index(other) < ORDER.index(room), f"{room} imports {other}, which comes after it"
+            assert ORDER.index(other) < ORDER.index(room), (
+                f"{room} imports {other}, which comes after it"
+            )
 
 
 def test_an_upward_import_would_be_noticed(tmp_path):
@@ -108,7 +144,10 @@ def test_exported_code_needs_no_notebook_tooling(room):
         ("from multigpu_ft import launch", "torch transformers datasets matplotlib"),
         ("from multigpu_ft import evaluate", "torch transformers datasets"),
         ("from multigpu_ft import generate", "torch transformers datasets"),
-        ("from multigpu_ft import deploy_kubernetes", "torch transformers datasets matplotlib kubernetes"),
+        (
+            "from multigpu_ft import deploy_kubernetes",
+            "torch transformers datasets matplotlib kubernetes",
+        ),
     ],
 )
 def test_the_kernel_side_imports_no_torch(statement, absent):
@@ -116,24 +155,35 @@ def test_the_kernel_side_imports_no_torch(statement, absent):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("notebook", sorted(NBS.rglob("*.ipynb")), ids=lambda p: str(p.relative_to(NBS)))
+@pytest.mark.parametrize(
+    "notebook", sorted(NBS.rglob("*.ipynb")), ids=lambda p: str(p.relative_to(NBS))
+)
 def test_notebooks_can_be_read(notebook):
     content = json.loads(notebook.read_text())
     assert content["metadata"]["kernelspec"]["language"] == "python", "papermill needs it"
     first = "".join(content["cells"][0]["source"])
     recipes = ("train", "slices", "evaluate", "generate")
     recipe = notebook.parent == NBS and notebook.stem in recipes
-    assert first.startswith("# ") and (recipe or "\n> " in first), "a title, and a summary in one line"
+    assert first.startswith("# ") and (recipe or "\n> " in first), (
+        "a title, and a summary in one line"
+    )
 
 
 def test_nothing_of_the_machine_it_was_made_on():
-    tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True
+    ).stdout.split()
     for name in tracked:
         content = (REPO / name).read_bytes().decode("utf-8", "ignore")
         assert f"{REPO}/" not in content and f"{Path.home()}/" not in content, name
 
 
-PAGES = [*REPO.glob("*.md"), *REPO.glob("*/README.md"), *NBS.rglob("*.ipynb"), *REPO.glob("kaggle/*/*.ipynb")]
+PAGES = [
+    *REPO.glob("*.md"),
+    *REPO.glob("*/README.md"),
+    *NBS.rglob("*.ipynb"),
+    *REPO.glob("kaggle/*/*.ipynb"),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
@@ -141,10 +191,14 @@ def test_links_lead_somewhere(page):
     text = page.read_text()
     if page.suffix == ".ipynb":
         text = "".join(
-            "".join(cell["source"]) + "\n" for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"
+            "".join(cell["source"]) + "\n"
+            for cell in json.loads(text)["cells"]
+            if cell["cell_type"] == "markdown"
         )
     links = [
-        link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text)) if "://" not in link
+        link.split("#")[0]
+        for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text))
+        if "://" not in link
     ]
     assert not [link for link in links if link and not (page.parent / link).exists()]
 
@@ -153,17 +207,30 @@ def test_links_lead_somewhere(page):
 def test_nothing_is_unpickled_or_run_that_came_from_elsewhere(room):
     "As SECURITY.md says: pickle goes from a notebook to its own ranks only, and no code of a model or a dataset is run."
     source = file_of(room).read_text()
-    called = {ast.unparse(node.func): node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)}
-    if any(name.split(".")[-1] in ("loads", "load", "Unpickler") and "pickle" in name for name in called):
+    called = {
+        ast.unparse(node.func): node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+    }
+    if any(
+        name.split(".")[-1] in ("loads", "load", "Unpickler") and "pickle" in name
+        for name in called
+    ):
         assert room in ("launcher.functions", "generation.generator"), f"{room} unpickles"
     for name, node in called.items():
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        assert name != "torch.load" or given.get("weights_only") == "True", f"{room} loads without weights_only"
-        assert given.get("shell") != "True" and name not in ("os.system", "yaml.unsafe_load", "yaml.full_load"), (
-            f"{room} calls {name}"
+        assert name != "torch.load" or given.get("weights_only") == "True", (
+            f"{room} loads without weights_only"
         )
+        assert given.get("shell") != "True" and name not in (
+            "os.system",
+            "yaml.unsafe_load",
+            "yaml.full_load",
+        ), f"{room} calls {name}"
         assert (
-            name != "yaml.load" or ast.unparse(node.args[1]) == "_Loader" and "class _Loader(yaml.SafeLoader)" in source
+            name != "yaml.load"
+            or ast.unparse(node.args[1]) == "_Loader"
+            and "class _Loader(yaml.SafeLoader)" in source
         ), f"{room} loads any YAML"
         assert name not in ("eval", "exec") or room == "magic", (
             f"{room} calls {name}"
@@ -176,27 +243,39 @@ BLOCKS = [
     [line.split("  #")[0].strip() for line in block.splitlines() if line.strip()]
     for block in re.findall(r"```sh\n(.*?)```", README, re.S)
 ]
-CELLS = [cells for part in README.split("\n## ") if (cells := re.findall(r"```python\n(.*?)```", part, re.S))]
+CELLS = [
+    cells
+    for part in README.split("\n## ")
+    if (cells := re.findall(r"```python\n(.*?)```", part, re.S))
+]
 
 
-@pytest.mark.timeout(1800)  # one block has 8 commands, three of which train; each has a limit of its own
+@pytest.mark.timeout(
+    1800
+)  # one block has 8 commands, three of which train; each has a limit of its own
 @pytest.mark.parametrize("commands", BLOCKS, ids=lambda commands: commands[0])
 def test_commands_of_the_readme(commands, tmp_path):
     "Those of one block one after the other in one folder, as they are read."
     shutil.copytree(NBS, tmp_path / "nbs", ignore=shutil.ignore_patterns("runs"))
     (tmp_path / "q.jsonl").write_text('{"question": "Why?"}\n')
     (tmp_path / "x.jsonl").write_text(
-        "".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(500))
+        "".join(
+            json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(500)
+        )
     )
     for command in commands:
         if command.startswith("make "):
             # running the gate inside the gate would never end; make knows the target and what it would do
-            done = subprocess.run(["make", "-n", *command.split()[1:]], cwd=REPO, capture_output=True, text=True)
+            done = subprocess.run(
+                ["make", "-n", *command.split()[1:]], cwd=REPO, capture_output=True, text=True
+            )
         else:
             words = command.replace("papermill", str(BIN / "papermill"), 1).replace(
                 "multigpu-ft", str(BIN / "multigpu-ft"), 1
             )
-            done = subprocess.run(words, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(
+                words, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300
+            )
         assert done.returncode == 0, f"{command}: {done.stderr[-3000:]}"
 
 
@@ -211,5 +290,9 @@ def test_cells_of_the_readme(cells, kernel):
 
 def test_the_readme_has_a_row_for_every_folder():
     rows = re.findall(r"^\| \[[\w/]+\]\((nbs/\w*)/?\)", README, re.M)
-    assert [row.removeprefix("nbs").strip("/") for row in rows] == [*FOLDERS, "guides"], "in the order of imports"
-    assert {path.parent.relative_to(NBS).parts for path in NOTEBOOKS} == {(f,) if f else () for f in FOLDERS}
+    assert [row.removeprefix("nbs").strip("/") for row in rows] == [*FOLDERS, "guides"], (
+        "in the order of imports"
+    )
+    assert {path.parent.relative_to(NBS).parts for path in NOTEBOOKS} == {
+        (f,) if f else () for f in FOLDERS
+    }

@@ -42,13 +42,19 @@ def test_slices_one_after_the_other(recipe):
     # the literal command of the manual, after a change of the parameters as one makes them: no output named, so the notebook goes to standard output
     notebook = (recipe / "train.ipynb").read_text()
     assert notebook.count('"slice_size = None ') == 1
-    (recipe / "train.ipynb").write_text(notebook.replace('"slice_size = None ', '"slice_size = 160 '))
+    (recipe / "train.ipynb").write_text(
+        notebook.replace('"slice_size = None ', '"slice_size = 160 ')
+    )
     second = papermill("train.ipynb", "-p", "start_idx", "5000", cwd=recipe)
     assert second.returncode == 0, second.stderr[-3000:]
     (recipe / "second.ipynb").write_text(second.stdout)
-    assert "continues from checkpoint opt-tiny_0-64-epoch-1 of opt-tiny_0-64" in outputs(recipe / "second.ipynb")
+    assert "continues from checkpoint opt-tiny_0-64-epoch-1 of opt-tiny_0-64" in outputs(
+        recipe / "second.ipynb"
+    )
     run = Run(recipe / "runs" / "opt-tiny_5000-5160")
-    assert run.state == "done" and run.status["slice"] == [5000, 5160] and run.metrics[0]["step"] == 5
+    assert (
+        run.state == "done" and run.status["slice"] == [5000, 5160] and run.metrics[0]["step"] == 5
+    )
     third = papermill(
         "train.ipynb",
         "out.ipynb",
@@ -73,7 +79,9 @@ def test_slices_one_after_the_other(recipe):
 
 def test_a_crash_is_not_hidden(recipe, failing_rank):
     done = papermill("train.ipynb", "out.ipynb", cwd=recipe, env=failing_rank)
-    assert done.returncode != 0 and "rank 1 raised ZeroDivisionError: planted in rank 1" in done.stderr
+    assert (
+        done.returncode != 0 and "rank 1 raised ZeroDivisionError: planted in rank 1" in done.stderr
+    )
     cells = json.loads((recipe / "out.ipynb").read_text())["cells"]
     assert not any(c.get("outputs") for c in cells[-1:]), "the cell after the crash did not run"
 
@@ -81,11 +89,17 @@ def test_a_crash_is_not_hidden(recipe, failing_rank):
 @pytest.mark.parametrize(
     "parameters, reason",
     [
-        (("strat_idx", "5"), "ConfigError: unknown parameter 'strat_idx' (did you mean 'start_idx'?)"),
+        (
+            ("strat_idx", "5"),
+            "ConfigError: unknown parameter 'strat_idx' (did you mean 'start_idx'?)",
+        ),
         (("HF_TOKEN", "abc"), "ConfigError: 'HF_TOKEN' looks like a secret"),
         (("start_idx", "1000000"), "DataError: slice 1000000-(end) of builtin:python-docs"),
         (("strategy", "zero9"), "ConfigError: strategy='zero9'"),
-        (("preset", "opt-13b"), "ConfigError: unknown preset 'opt-13b' (did you mean 'opt-1.3b-arxiv'?)"),
+        (
+            ("preset", "opt-13b"),
+            "ConfigError: unknown preset 'opt-13b' (did you mean 'opt-1.3b-arxiv'?)",
+        ),
     ],
 )
 def test_bad_parameters(recipe, parameters, reason):
@@ -113,8 +127,15 @@ def test_a_long_run_leaves_a_small_notebook(recipe, tmp_path, material):
     assert done.returncode == 0, done.stderr[-3000:]
     cells = json.loads((recipe / "out.ipynb").read_text())["cells"]
     launched = next(c for c in cells if "".join(c["source"]).startswith("run = launch"))
-    assert [o["output_type"] for o in launched["outputs"]] == ["stream", "display_data", "display_data"]
-    assert "step 1500/1500" in outputs(recipe / "out.ipynb") and (recipe / "out.ipynb").stat().st_size < 100_000
+    assert [o["output_type"] for o in launched["outputs"]] == [
+        "stream",
+        "display_data",
+        "display_data",
+    ]
+    assert (
+        "step 1500/1500" in outputs(recipe / "out.ipynb")
+        and (recipe / "out.ipynb").stat().st_size < 100_000
+    )
 
 
 def test_parameters_are_fields_of_the_config():
@@ -125,8 +146,6 @@ def test_parameters_are_fields_of_the_config():
     assert len(tagged) == 1
     names = {line.split("=")[0].strip() for line in "".join(tagged[0]["source"]).splitlines()}
     assert names - {"preset"} <= set(RunConfig.model_fields)
-    asked = (
-        "num_epochs start_idx end_idx batch_size accum_steps initial_epoch hf_repo resume_file strategy model dataset"
-    )
+    asked = "num_epochs start_idx end_idx batch_size accum_steps initial_epoch hf_repo resume_file strategy model dataset"
     assert set(asked.split()) <= names
     assert Path(BIN / "papermill").exists()

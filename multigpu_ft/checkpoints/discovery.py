@@ -38,7 +38,11 @@ def belongs(checkpoint: Path, cfg: RunConfig) -> bool:
         stored = read_commit(checkpoint)["fingerprint"]
     except CheckpointError:
         return bool(origin) and not difference(origin, fingerprint(cfg))
-    gone = {field: sample for field, sample in stored.get("contents", {}).items() if origin.get(field) != stored[field]}
+    gone = {
+        field: sample
+        for field, sample in stored.get("contents", {}).items()
+        if origin.get(field) != stored[field]
+    }
     return not difference(at_home({**stored, "contents": gone}, cfg), fingerprint(cfg))
 
 
@@ -53,8 +57,16 @@ _KEPT = (
 
 def _saved_under(root: Path) -> list[Path]:
     "Checkpoints of all runs under `root`, newest first. With what is on Kaggle's and Colab's scratch disk belongs what was kept of earlier sessions."
-    roots = [root, *(kept for pattern in _KEPT for kept in Path("/").glob(pattern) if str(root) in _SCRATCH)]
-    found = [c for place in roots for run in place.glob("*/config.json") for c in RunDir(run.parent).checkpoints()]
+    roots = [
+        root,
+        *(kept for pattern in _KEPT for kept in Path("/").glob(pattern) if str(root) in _SCRATCH),
+    ]
+    found = [
+        c
+        for place in roots
+        for run in place.glob("*/config.json")
+        for c in RunDir(run.parent).checkpoints()
+    ]
     return sorted(found, key=saved_at, reverse=True)
 
 
@@ -102,7 +114,9 @@ def _named(cfg: RunConfig, found: list[Path]) -> Path:
     path = Path(os.path.expanduser(cfg.resume_file))
     if is_foreign(path):
         if not os.path.isfile(path):
-            raise CheckpointError(f"resume_file={cfg.resume_file!r}: file not found in {path.parent.resolve()}.")
+            raise CheckpointError(
+                f"resume_file={cfg.resume_file!r}: file not found in {path.parent.resolve()}."
+            )
         return path.absolute()
     if not os.path.exists(path / COMMIT_FILE):
         named = [c for c in found if c.name == cfg.resume_file]
@@ -155,7 +169,12 @@ def kept_checkpoints(run_dir: RunDir) -> list[Path]:
         )  # it may be gone, and an older one, the best, still there
         parent = RunDir(origin.parents[1]) if until and len(origin.parents) > 1 else None
         known = parent and any((parent.path / name).exists() for name in ("config.json", HUB_FILE))
-        if not known or parent.path.parent != run_dir.path.parent or parent.path in seen or is_alive(parent):
+        if (
+            not known
+            or parent.path.parent != run_dir.path.parent
+            or parent.path in seen
+            or is_alive(parent)
+        ):
             break
         found += [c for c in parent.checkpoints() if saved_at(c) <= until]
         seen.append(parent.path)

@@ -43,7 +43,11 @@ _OWN_BASE = "base"
 
 def _check_batch(model: nn.Module, label: int | None) -> dict[str, Any]:
     "Return a batch of 24 tokens, the same for every model with this vocabulary."
-    ids = np.random.default_rng(0).integers(0, model.get_input_embeddings().num_embeddings, 24).astype(np.int32)
+    ids = (
+        np.random.default_rng(0)
+        .integers(0, model.get_input_embeddings().num_embeddings, 24)
+        .astype(np.int32)
+    )
     return collate([[Text(ids, label=label)]], 0, "padded")
 
 
@@ -71,7 +75,10 @@ def _measure(strategy: Single) -> dict[str, Any]:
 
 # %% ../../nbs/checkpoints/05_export.ipynb #914a246e
 def export_model(
-    run_dir: RunDir, strategy: Single, tokenizer: PreTrainedTokenizerBase, quantization: str = "none"
+    run_dir: RunDir,
+    strategy: Single,
+    tokenizer: PreTrainedTokenizerBase,
+    quantization: str = "none",
 ) -> dict[str, Any]:
     """Write the trained model, or its adapter, to the folder `export/` of `run_dir`. A collective; rank 0 writes.
 
@@ -82,7 +89,9 @@ def export_model(
     check = {**_measure(strategy), "quantization": quantization, **_origin(run_dir, cfg, model)}
     outcome = {}
     if cfg.tuning == "full":
-        outcome["export"] = _write_whole(run_dir.path / "export", strategy, tokenizer, _full_weights(strategy), check)
+        outcome["export"] = _write_whole(
+            run_dir.path / "export", strategy, tokenizer, _full_weights(strategy), check
+        )
     else:
         if changes_nothing(model):
             outcome["export_remark"] = (
@@ -92,7 +101,9 @@ def export_model(
         outcome["export"] = _write_adapter(run_dir.path / "export", strategy, tokenizer, check)
         if cfg.merge_adapter:
             merged = merged_weights(model, strategy.dtype, strategy.world.is_main)
-            outcome["merged"] = _write_whole(run_dir.path / "merged", strategy, tokenizer, merged, check)
+            outcome["merged"] = _write_whole(
+                run_dir.path / "merged", strategy, tokenizer, merged, check
+            )
     dist.barrier()
     return {key: str(value) for key, value in outcome.items()}
 
@@ -170,7 +181,9 @@ def _write_whole(
         if shell.can_generate():
             shell.generation_config = trained.generation_config
         # Tied weights have one name here, several in `weights`.
-        own = {name for name, _ in shell.named_parameters()} | {name for name, _ in shell.named_buffers()}
+        own = {name for name, _ in shell.named_parameters()} | {
+            name for name, _ in shell.named_buffers()
+        }
         kept = {
             name: tensor.to(strategy.dtype) if tensor.is_floating_point() else tensor
             for name, tensor in weights.items()
@@ -183,7 +196,9 @@ def _write_whole(
     return folder
 
 
-def _write_adapter(folder: Path, strategy: Single, tokenizer: PreTrainedTokenizerBase, check: dict[str, Any]) -> Path:
+def _write_adapter(
+    folder: Path, strategy: Single, tokenizer: PreTrainedTokenizerBase, check: dict[str, Any]
+) -> Path:
     cfg, model = strategy.cfg, strategy.unwrap_model()
     weights = {name: whole(p).cpu() for name, p in model.named_parameters() if p.requires_grad}
     if strategy.world.is_main:
@@ -203,7 +218,9 @@ def _write_adapter(folder: Path, strategy: Single, tokenizer: PreTrainedTokenize
     return folder
 
 
-def _publish(partial: Path, folder: Path, tokenizer: PreTrainedTokenizerBase, check: dict[str, Any]) -> None:
+def _publish(
+    partial: Path, folder: Path, tokenizer: PreTrainedTokenizerBase, check: dict[str, Any]
+) -> None:
     "Complete `partial`, then give it the name `folder`, so that a folder of this name is always complete."
     tokenizer.save_pretrained(partial)
     (partial / CHECK_FILE).write_text(json.dumps(check, indent=1))
@@ -214,7 +231,9 @@ def _publish(partial: Path, folder: Path, tokenizer: PreTrainedTokenizerBase, ch
     shutil.rmtree(replaced)
 
 # %% ../../nbs/checkpoints/05_export.ipynb #c163a138
-def load_export(folder: str | Path, device: str | torch.device = "cpu") -> tuple[nn.Module, PreTrainedTokenizerBase]:
+def load_export(
+    folder: str | Path, device: str | torch.device = "cpu"
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Return model and tokenizer of an export, `export/` or `merged/`, in evaluation mode on `device`.
 
     Raises `CheckpointError` if `folder` is not an export, or if its loss differs from the trained model's, because of
@@ -239,12 +258,16 @@ def load_export(folder: str | Path, device: str | torch.device = "cpu") -> tuple
             attn_implementation=check["attn_implementation"],
             max_length=2,
         )
-        base = load_model(cfg, tokenizer, check["label_names"], dtype, check["quantization"], device)
+        base = load_model(
+            cfg, tokenizer, check["label_names"], dtype, check["quantization"], device
+        )
         model = PeftModel.from_pretrained(base, str(folder))
     else:
         model = model_class(RunConfig(task=check["task"])).from_pretrained(folder, dtype=dtype)
     model = to_evaluation_mode(model if packed_layers(model) else model.to(device))
-    confirm_export(folder, check, ClassifierLoss(model) if labelled else LossModel(model), model, dtype, device)
+    confirm_export(
+        folder, check, ClassifierLoss(model) if labelled else LossModel(model), model, dtype, device
+    )
     return model, tokenizer
 
 
@@ -258,7 +281,12 @@ def read_check(folder: Path) -> dict[str, Any]:
 
 
 def confirm_export(
-    folder: Path, check: dict[str, Any], forward: Any, model: nn.Module, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    check: dict[str, Any],
+    forward: Any,
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Raise `CheckpointError` unless `model` has the loss that `check` records.
 
@@ -269,10 +297,16 @@ def confirm_export(
     expected = check["loss"]
     # Other kernels round differently. LLM.int8 also rounds the activations, which merged weights don't go through.
     exact = check["dtype"] == "float32" and dtype == torch.float32
-    tolerance = (1e-3 if exact else 2e-2) * max(1.0, abs(expected)) * (20 if check["quantization"] == "8bit" else 1)
+    tolerance = (
+        (1e-3 if exact else 2e-2)
+        * max(1.0, abs(expected))
+        * (20 if check["quantization"] == "8bit" else 1)
+    )
     if abs(found - expected) > tolerance:
         base_loss = check.get("base_loss")
-        if base_loss is not None and abs(found - base_loss) <= min(tolerance, abs(expected - base_loss) / 4):
+        if base_loss is not None and abs(found - base_loss) <= min(
+            tolerance, abs(expected - base_loss) / 4
+        ):
             why = "it has the base model's loss, so the adapter changes nothing"
         elif (folder / "adapter_config.json").exists():
             base = without_adapter(model).config.name_or_path
@@ -319,7 +353,16 @@ def load_foreign(path: Path, model: nn.Module) -> list[dict[str, Any]]:
     if not named:
         return []
     start, end, epoch = map(int, named.groups())
-    return [{"start_idx": start, "end_idx": end, "epochs": epoch, "steps": 0, "position": 0, "num_rows": 0}]
+    return [
+        {
+            "start_idx": start,
+            "end_idx": end,
+            "epochs": epoch,
+            "steps": 0,
+            "position": 0,
+            "num_rows": 0,
+        }
+    ]
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -328,9 +371,15 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # pickle, zipfile and torch each raise their own
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        raise CheckpointError(f"{path} cannot be read as weights saved by torch.save ({reason}).") from None
+        raise CheckpointError(
+            f"{path} cannot be read as weights saved by torch.save ({reason})."
+        ) from None
     weights = content.get("MODEL_STATE", content) if isinstance(content, dict) else None
-    if not isinstance(weights, dict) or not weights or not all(torch.is_tensor(w) for w in weights.values()):
+    if (
+        not isinstance(weights, dict)
+        or not weights
+        or not all(torch.is_tensor(w) for w in weights.values())
+    ):
         if isinstance(content, dict):
             found = f"keys {', '.join(map(str, list(content)[:5]))}"
         else:
@@ -339,12 +388,16 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
             f"{path} has no weights: expected MODEL_STATE or a dictionary of tensors, but found {found}."
         )
     return {
-        name.removeprefix("module.").replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): w
+        name.removeprefix("module.")
+        .replace("_orig_mod.", "")
+        .replace("_checkpoint_wrapped_module.", ""): w
         for name, w in weights.items()
     }
 
 
-def take_foreign(path: Path, model: nn.Module, cfg: RunConfig, world: World) -> list[dict[str, Any]]:
+def take_foreign(
+    path: Path, model: nn.Module, cfg: RunConfig, world: World
+) -> list[dict[str, Any]]:
     """Call `load_foreign` for rank 0's `model`, the only one that needs weights, and return the ledger on all ranks.
 
     A collective. Raises `CheckpointError` as `load_foreign` does, and if an adapter is to be trained.

@@ -26,7 +26,10 @@ PROGRESS_FILE = "progress.json"
 def digest(path: Path) -> dict[str, Any]:
     "Size and SHA-256 of a file."
     with open(path, "rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": os.fstat(file.fileno()).st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def flush(path: Path) -> None:
@@ -46,7 +49,9 @@ def commit(partial: Path, stored: dict[str, Any], files: dict[str, dict[str, Any
     flush(partial / COMMIT_FILE)
     flush(partial)
     final = partial.with_name(partial.name.removesuffix(PARTIAL).rpartition(".")[0])
-    if final.exists():  # a damaged one that this run could not go on from, and has now come to again
+    if (
+        final.exists()
+    ):  # a damaged one that this run could not go on from, and has now come to again
         discard(final)
     os.rename(partial, final)
     flush(final.parent)
@@ -71,7 +76,9 @@ def verify_checkpoint(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
             except OSError as error:
                 raise CheckpointError(f"{name} cannot be read: {error.strerror}") from None
             if found["bytes"] != written["bytes"]:
-                raise CheckpointError(f"{name} has {found['bytes']:,} bytes instead of {written['bytes']:,}")
+                raise CheckpointError(
+                    f"{name} has {found['bytes']:,} bytes instead of {written['bytes']:,}"
+                )
             if found != written:
                 raise CheckpointError(f"{name}: its content was altered")
 
@@ -82,7 +89,9 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
         content = (checkpoint / PROGRESS_FILE).read_bytes()
     except OSError:
         raise CheckpointError(f"{PROGRESS_FILE} is missing") from None
-    if hashlib.sha256(content).hexdigest() != read_commit(checkpoint)["files"].get(PROGRESS_FILE, {}).get("sha256"):
+    if hashlib.sha256(content).hexdigest() != read_commit(checkpoint)["files"].get(
+        PROGRESS_FILE, {}
+    ).get("sha256"):
         raise CheckpointError(f"{PROGRESS_FILE}: its content was altered")
     return json.loads(content)
 
@@ -107,7 +116,11 @@ def is_local(identity: str) -> bool:
 def without_folder(name: str) -> str:
     "Of a local file or folder its name, of a Hub id all of it. `name` is one of a configuration or of a fingerprint."
     return (
-        name.partition(_IN_FOLDER)[0] if is_local(name) else Path(name).resolve().name if os.path.exists(name) else name
+        name.partition(_IN_FOLDER)[0]
+        if is_local(name)
+        else Path(name).resolve().name
+        if os.path.exists(name)
+        else name
     )
 
 
@@ -118,7 +131,9 @@ def content_sample(path: Path, head: int | None = None) -> list[Any]:
             content = file.read(_HEAD if head is None else head)
         return [len(content), hashlib.sha256(content).hexdigest()]
     digests = hashlib.sha256()
-    for part in sorted(p for p in path.iterdir() if p.name == "config.json" or p.suffix in (".safetensors", ".bin")):
+    for part in sorted(
+        p for p in path.iterdir() if p.name == "config.json" or p.suffix in (".safetensors", ".bin")
+    ):
         total = part.stat().st_size
         digests.update(f"{part.name} {total} ".encode())
         with open(part, "rb") as file:
@@ -143,9 +158,15 @@ def at_home(stored: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
     for field, (head, digest) in stored.get("contents", {}).items():
         path, here, there = Path(getattr(cfg, field)), _identity(getattr(cfg, field)), stored[field]
         moved = (
-            os.path.exists(path) and here != there and here.partition(_IN_FOLDER)[0] == there.partition(_IN_FOLDER)[0]
+            os.path.exists(path)
+            and here != there
+            and here.partition(_IN_FOLDER)[0] == there.partition(_IN_FOLDER)[0]
         )
-        if moved and (head is None or head in range(_HEAD + 1)) and content_sample(path, head)[1] == digest:
+        if (
+            moved
+            and (head is None or head in range(_HEAD + 1))
+            and content_sample(path, head)[1] == digest
+        ):
             found[field] = here
     return found
 
@@ -180,7 +201,9 @@ def _fields(cfg: RunConfig) -> list[str]:
 def difference(stored: dict[str, Any], wanted: dict[str, Any], scope: str = "all") -> str:
     "In words, what differs between a checkpoint's fingerprint and the `wanted` one; empty if nothing. Weights alone may go on with other data."
     counts = [
-        name for name in wanted if scope == "all" or name in ("model", "revision", "tokenizer", "adapter", "labels")
+        name
+        for name in wanted
+        if scope == "all" or name in ("model", "revision", "tokenizer", "adapter", "labels")
     ]
     return "; ".join(
         f"{name}: checkpoint {stored.get(name)!r}, this run {wanted[name]!r}"

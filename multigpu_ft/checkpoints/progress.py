@@ -29,7 +29,9 @@ class Progress:
     samples_seen: int = 0  # texts since the base model
     num_rows: int = 0  # rows of that epoch
     optimizer_step: int = 0  # optimizer steps since the optimizer was new
-    order: dict[str, Any] = field(default_factory=dict)  # what those rows follow from: a `batches.SampleOrder`
+    order: dict[str, Any] = field(
+        default_factory=dict
+    )  # what those rows follow from: a `batches.SampleOrder`
     earlier: list[dict[str, Any]] = field(default_factory=list)  # the slice ledger up to this slice
     best: dict[str, Any] = field(
         default_factory=dict
@@ -45,7 +47,12 @@ class Progress:
     def trained(self) -> list[dict[str, Any]]:
         "The slice ledger: one entry a slice, this one last, as `lineage.ledger_remarks` reads them."
         whole = self.epoch if self.num_rows and self.position >= self.num_rows else self.epoch - 1
-        now = {"start_idx": self.start_idx, "end_idx": self.end_idx, "epochs": whole, "steps": self.slice_step}
+        now = {
+            "start_idx": self.start_idx,
+            "end_idx": self.end_idx,
+            "epochs": whole,
+            "steps": self.slice_step,
+        }
         return (
             [*self.earlier, {**now, "position": self.position, "num_rows": self.num_rows}]
             if self.slice_step

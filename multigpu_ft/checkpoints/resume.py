@@ -18,7 +18,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from .discovery import damaged, find_checkpoints, is_foreign
-from .manifest import PROGRESS_FILE, at_home, difference, read_progress, verify_checkpoint
+from multigpu_ft.checkpoints.manifest import (
+    PROGRESS_FILE,
+    at_home,
+    difference,
+    read_progress,
+    verify_checkpoint,
+)
 from .progress import Progress
 from .storage import Storage
 from .writer import set_random_state, stored_row
@@ -62,7 +68,9 @@ class _Pieces:
         shape = self._shapes.get(name)
         if shape != target.shape:
             found = "is missing" if shape is None else f"has shape {shape}"
-            raise CheckpointError(f"{name} {found} in the checkpoint; in the model it has shape {target.shape}")
+            raise CheckpointError(
+                f"{name} {found} in the checkpoint; in the model it has shape {target.shape}"
+            )
         values = target.values.detach()
         flat = values.reshape(-1)
         for first, file in self._where[name]:
@@ -75,7 +83,9 @@ class _Pieces:
             end = min(first * row + math.prod(stored.get_shape()), target.first + flat.numel())
             if begin < end:
                 rows = stored[begin // row - first : -(-end // row) - first].reshape(-1)
-                flat[begin - target.first : end - target.first].copy_(rows[begin % row :][: end - begin])
+                flat[begin - target.first : end - target.first].copy_(
+                    rows[begin % row :][: end - begin]
+                )
         if not values.is_contiguous():
             values.copy_(flat.view(values.shape))
 
@@ -87,7 +97,10 @@ def find_damage(checkpoint: Path, world: World, shared: bool = True) -> str | No
     """
     problem = None
     try:
-        verify_checkpoint(checkpoint, *((world.rank, world.size) if shared else (world.local_rank, world.local_size)))
+        verify_checkpoint(
+            checkpoint,
+            *((world.rank, world.size) if shared else (world.local_rank, world.local_size)),
+        )
     except CheckpointError as error:
         problem = str(error)
     problems: list[str | None] = [None] * world.size
@@ -131,13 +144,18 @@ def load_checkpoint(
         if world_size == world.size:
             prefix = f"random/{world.rank}/"
             set_random_state(
-                {name.removeprefix(prefix): pieces.whole(name) for name in pieces.names(prefix)}, world.device
+                {name.removeprefix(prefix): pieces.whole(name) for name in pieces.names(prefix)},
+                world.device,
             )
     return progress
 
 # %% ../../nbs/checkpoints/07_resume.ipynb #827de5e7
 def choose_checkpoint(
-    cfg: RunConfig, run_dir: RunDir, world: World, stored: dict[str, Any], disks: Storage | None = None
+    cfg: RunConfig,
+    run_dir: RunDir,
+    world: World,
+    stored: dict[str, Any],
+    disks: Storage | None = None,
 ) -> tuple[Path | None, bool, list[str]]:
     """Return the checkpoint that `run_dir` resumes from, whether it is the run's own, and remarks for the user.
 

@@ -33,7 +33,11 @@ def _pass(path: Path, size: int, mode: str, do: Callable[[torch.Tensor], Any]) -
         trouble = error
     for begin in range(0, size, _CHUNK):
         part = buffer[: size - begin]
-        for move in (lambda p: file.readinto(p.numpy()), do) if mode == "rb" else (do, lambda p: file.write(p.numpy())):
+        for move in (
+            (lambda p: file.readinto(p.numpy()), do)
+            if mode == "rb"
+            else (do, lambda p: file.write(p.numpy()))
+        ):
             if move is do or not trouble:
                 try:
                     move(part)
@@ -53,9 +57,14 @@ class Storage:
         self.shared = world.nodes == 1 or self._is_shared()
         self.keeps = self.shared or world.node_rank == 0
         if not self.shared:
-            patient = {"backend": "gloo", "timeout": timedelta(hours=1)}  # for the slowest disk and network
+            patient = {
+                "backend": "gloo",
+                "timeout": timedelta(hours=1),
+            }  # for the slowest disk and network
             self._everybody = dist.new_group(**patient)
-            self._first_ranks = dist.new_group([node * world.local_size for node in range(world.nodes)], **patient)
+            self._first_ranks = dist.new_group(
+                [node * world.local_size for node in range(world.nodes)], **patient
+            )
 
     def _is_shared(self) -> bool:
         "Raises `ConfigError` if some nodes see rank 0's run directory and others do not."
@@ -69,7 +78,9 @@ class Storage:
             mark.unlink()
         others = seen[self._world.local_size :]
         if any(others) and not all(others):
-            nodes = sorted({rank // self._world.local_size for rank, sees in enumerate(seen) if not sees})
+            nodes = sorted(
+                {rank // self._world.local_size for rank, sees in enumerate(seen) if not sees}
+            )
             raise ConfigError(
                 f"node {', '.join(map(str, nodes))} does not see the directory {self._run_dir.path} of node 0, and other nodes do: put run_root on a file "
                 "system that all nodes share, or on disks of their own on all of them."
@@ -86,16 +97,18 @@ class Storage:
         Raises `CheckpointError` if a node has no room for it."""
         if self.shared:
             return path
-        here = path if self.keeps else self._run_dir.of_node(self._world.node_rank).path / "checkpoints" / path.name
+        here = (
+            path
+            if self.keeps
+            else self._run_dir.of_node(self._world.node_rank).path / "checkpoints" / path.name
+        )
         trouble: list[Any] = [None] * self._world.size
         mine = None
         if self._world.local_rank == 0:
             try:
                 self._copy(path, here)
             except OSError as error:
-                mine = (
-                    f"node {self._world.node_rank} could not take a copy of checkpoint {path.name} from node 0: {error}"
-                )
+                mine = f"node {self._world.node_rank} could not take a copy of checkpoint {path.name} from node 0: {error}"
         dist.all_gather_object(trouble, mine, group=self._everybody)
         if told := next((t for t in trouble if t), None):
             raise CheckpointError(f"{told}. Make room there.")
@@ -113,7 +126,9 @@ class Storage:
             raise files[0]
         trouble = None
         if not self.keeps:
-            shutil.rmtree(here.parent, ignore_errors=True)  # what an attempt that was killed has left
+            shutil.rmtree(
+                here.parent, ignore_errors=True
+            )  # what an attempt that was killed has left
             try:
                 here.mkdir(parents=True)
             except OSError as error:
@@ -148,10 +163,20 @@ class Storage:
             (name, size), receiver = files[rank], rank % world.local_size
             try:
                 if world.rank == rank:
-                    _pass(folder / name, size, "rb", lambda part, to=receiver: dist.send(part, to, group=group))
+                    _pass(
+                        folder / name,
+                        size,
+                        "rb",
+                        lambda part, to=receiver: dist.send(part, to, group=group),
+                    )
                     (folder / name).unlink()
                 elif world.rank == receiver:
-                    _pass(folder / name, size, "wb", lambda part, origin=rank: dist.recv(part, origin, group=group))
+                    _pass(
+                        folder / name,
+                        size,
+                        "wb",
+                        lambda part, origin=rank: dist.recv(part, origin, group=group),
+                    )
             except OSError as error:  # the next one's file is on its way
                 trouble = error
         if trouble:

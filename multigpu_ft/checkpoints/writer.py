@@ -58,7 +58,9 @@ def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> No
     spare = state["python_spare"].item()
     random.setstate((kind, tuple(words), None if spare != spare else spare))
     *keys, place, has_spare = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), place, has_spare, state["numpy_spare"].item()))
+    np.random.set_state(
+        ("MT19937", np.array(keys, np.uint32), place, has_spare, state["numpy_spare"].item())
+    )
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
@@ -100,7 +102,9 @@ class Save:
     seconds: float = 0.0  # time from start to commit
     path: Path | None = None
     error: Exception | None = None
-    deleted: list[str] = field(default_factory=list)  # older checkpoints removed to make room or after the commit
+    deleted: list[str] = field(
+        default_factory=list
+    )  # older checkpoints removed to make room or after the commit
 
 
 def _make_room(run_dir: RunDir, cfg: RunConfig, save: Save) -> None:
@@ -127,7 +131,9 @@ def _bytes(pieces: dict[str, TensorShard]) -> int:
     return sum(piece.values.numel() * piece.values.element_size() for piece in pieces.values())
 
 
-def _state_to_save(strategy: Single, writers: int) -> tuple[dict[str, TensorShard], dict[str, Any], bool]:
+def _state_to_save(
+    strategy: Single, writers: int
+) -> tuple[dict[str, TensorShard], dict[str, Any], bool]:
     """Return the pieces that this rank writes, the optimizer's numbers, and whether parameters are not finite.
 
     Parameters are checked here only after a skipped step: then all that this rank holds, not only what it writes,
@@ -136,7 +142,9 @@ def _state_to_save(strategy: Single, writers: int) -> tuple[dict[str, TensorShar
     world = strategy.world
     parts, numbers = strategy.state_parts()
     skipped = int(strategy.skipped_in_a_row)
-    spoiled = skipped and not all(_is_finite(part.values) for name, part in parts.items() if name.startswith("model/"))
+    spoiled = skipped and not all(
+        _is_finite(part.values) for name, part in parts.items() if name.startswith("model/")
+    )
     pieces = _share(parts, world.rank, writers)
     pieces |= {
         f"random/{world.rank}/{name}": TensorShard(t, 0, list(t.shape))
@@ -150,7 +158,10 @@ def _write_pieces(path: Path, pieces: dict[str, TensorShard]) -> tuple[str, dict
     # Whole rows keep their shape and are located by row number; anything else is flat, located by element number.
     as_rows = {name: part.values.ndim == len(part.shape) for name, part in pieces.items()}
     places = {
-        name: [part.first // max(1, stored_row(part.shape)) if as_rows[name] else part.first, part.shape]
+        name: [
+            part.first // max(1, stored_row(part.shape)) if as_rows[name] else part.first,
+            part.shape,
+        ]
         for name, part in pieces.items()
     }
     tensors = {name: part.values.contiguous() for name, part in pieces.items()}
@@ -178,7 +189,9 @@ class _Buffers:
         cuda = self._world.device.type == "cuda"
         for name, piece in pieces.items():
             if name not in self._tensors or self._tensors[name].shape != piece.values.shape:
-                self._tensors[name] = torch.empty(piece.values.shape, dtype=piece.values.dtype, pin_memory=cuda)
+                self._tensors[name] = torch.empty(
+                    piece.values.shape, dtype=piece.values.dtype, pin_memory=cuda
+                )
             self._tensors[name].copy_(piece.values, non_blocking=cuda)
         if cuda:
             torch.cuda.current_stream().synchronize()
@@ -189,7 +202,12 @@ class CheckpointWriter:
     "Writes the checkpoints of `run_dir`, one at a time. Every method except `finished` is a collective."
 
     def __init__(
-        self, run_dir: RunDir, cfg: RunConfig, strategy: Single, stored: dict[str, Any], disks: Storage | None = None
+        self,
+        run_dir: RunDir,
+        cfg: RunConfig,
+        strategy: Single,
+        stored: dict[str, Any],
+        disks: Storage | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._cfg = cfg
@@ -234,7 +252,9 @@ class CheckpointWriter:
         if ahead:
             pieces = self._buffers.copy(pieces)
         work = (self._save, partial, pieces, recorded, begun, spoiled)
-        self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=work, name="checkpoint", daemon=True
+        )
         self._thread.start()
         if not ahead:
             self._thread.join()
@@ -271,14 +291,24 @@ class CheckpointWriter:
         main = self._world.is_main
         try:
             save.bytes = sum(self._gather_objects(_bytes(pieces)))
-            room = self._or_error(_make_room, save, self._run_dir, self._cfg, save) if main else None
+            room = (
+                self._or_error(_make_room, save, self._run_dir, self._cfg, save) if main else None
+            )
             results = self._gather_objects(room)
             if not failed(results):
-                results = self._gather_objects(self._or_error(self._write_share, save, save, partial, pieces, spoiled))
+                results = self._gather_objects(
+                    self._or_error(self._write_share, save, save, partial, pieces, spoiled)
+                )
             if not self._disks.shared and not failed(results):
-                results = self._gather_objects(self._or_error(self._collect_files, save, partial, results))
+                results = self._gather_objects(
+                    self._or_error(self._collect_files, save, partial, results)
+                )
             if not failed(results):
-                done = self._or_error(self._commit, save, save, partial, recorded, dict(results)) if main else None
+                done = (
+                    self._or_error(self._commit, save, save, partial, recorded, dict(results))
+                    if main
+                    else None
+                )
                 results = self._gather_objects(done)
             save.error = next((r for r in results if isinstance(r, Exception)), None)
             if not save.error:
@@ -303,7 +333,9 @@ class CheckpointWriter:
         except Exception as error:  # any error in this thread must reach the training loop
             free = shutil.disk_usage(self._run_dir.path).free
             where = f"node {self._world.node_rank}, in " if self._world.nodes > 1 else ""
-            reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+            reason = getattr(error, "strerror", None) or next(
+                iter(str(error).splitlines()), type(error).__name__
+            )
             return CheckpointError(
                 f"checkpoint {save.name} could not be written: {reason}. It needs {save.bytes:,} bytes; "
                 f"{where}{self._run_dir.path} has {free:,} bytes free. Older checkpoints are intact."
@@ -312,7 +344,9 @@ class CheckpointWriter:
     def _write_share(
         self, save: Save, partial: Path, pieces: dict[str, TensorShard], spoiled: bool
     ) -> tuple[str, dict[str, Any]]:
-        if spoiled or not all(_is_finite(part.values) for name, part in pieces.items() if name.startswith("model/")):
+        if spoiled or not all(
+            _is_finite(part.values) for name, part in pieces.items() if name.startswith("model/")
+        ):
             raise FloatingPointError(
                 f"parameters are not finite (NaN or infinity) at step {save.step}, so no checkpoint was saved; "
                 "lower learning_rate, or use dtype='fp32' or 'bf16'. Earlier checkpoints are intact."
@@ -320,14 +354,18 @@ class CheckpointWriter:
         partial.mkdir(parents=True, exist_ok=True)
         return _write_pieces(partial / f"rank{self._world.rank}.safetensors", pieces)
 
-    def _collect_files(self, partial: Path, written: list[tuple[str, dict[str, Any]]]) -> tuple[str, dict[str, Any]]:
+    def _collect_files(
+        self, partial: Path, written: list[tuple[str, dict[str, Any]]]
+    ) -> tuple[str, dict[str, Any]]:
         """Copy what other nodes wrote to rank 0's disk, where the ranks of that node check the files.
 
         Returns this rank's own entry of `written`. Raises `OSError` for a file that differs from what was written.
         """
         sizes = {rank: (name, about["bytes"]) for rank, (name, about) in enumerate(written)}
         self._disks.gather(partial, sizes, self._group)
-        for name, about in written[self._world.rank :: self._world.local_size] if self._disks.keeps else []:
+        for name, about in (
+            written[self._world.rank :: self._world.local_size] if self._disks.keeps else []
+        ):
             flush(partial / name)
             if digest(partial / name) != about:
                 raise OSError(0, f"{name} was damaged on its way to node 0")
@@ -338,10 +376,14 @@ class CheckpointWriter:
     ) -> tuple[Path, list[str]]:
         write_json(partial / PROGRESS_FILE, recorded)
         flush(partial / PROGRESS_FILE)
-        path = commit(partial, self._fingerprint, {**files, PROGRESS_FILE: digest(partial / PROGRESS_FILE)})
+        path = commit(
+            partial, self._fingerprint, {**files, PROGRESS_FILE: digest(partial / PROGRESS_FILE)}
+        )
         try:
             return path, save.deleted + retire(self._run_dir, self._cfg.keep)
-        except OSError as error:  # perhaps another user's file; the new checkpoint is complete anyway
+        except (
+            OSError
+        ) as error:  # perhaps another user's file; the new checkpoint is complete anyway
             print(f"older checkpoints could not be deleted: {error}", flush=True)
             return path, save.deleted
 
@@ -366,7 +408,9 @@ def export_bytes(cfg: RunConfig, strategy: Single) -> int:
     return adapter + whole
 
 
-def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | None, keeps: bool = True) -> int:
+def room_for(
+    cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | None, keeps: bool = True
+) -> int:
     """Return how many checkpoints disk and budget hold at once, next to the export. A collective.
 
     `origin`, the checkpoint that the run continues from, counts as one of them until there is a newer one. A node that
@@ -385,7 +429,9 @@ def room_for(cfg: RunConfig, run_dir: RunDir, strategy: Single, origin: Path | N
     limit = f"{run_dir.path} has only {free / 1e9:.1f} GB free: {remedy}."
     if cfg.disk_budget_gb and cfg.disk_budget_gb * 1e9 - held < room:
         room = cfg.disk_budget_gb * 1e9 - held
-        limit = f"disk_budget_gb={cfg.disk_budget_gb:g} already holds {held / 1e9:.1f} GB: raise it."
+        limit = (
+            f"disk_budget_gb={cfg.disk_budget_gb:g} already holds {held / 1e9:.1f} GB: raise it."
+        )
     world = strategy.world
     if keeps:
         fits = room // each

@@ -36,7 +36,9 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return [group for group in groups if group]
 
 
-def _packed_rows(lengths: np.ndarray, order: np.ndarray, capacity: int, rng: np.random.Generator) -> list[np.ndarray]:
+def _packed_rows(
+    lengths: np.ndarray, order: np.ndarray, capacity: int, rng: np.random.Generator
+) -> list[np.ndarray]:
     rows = []
     for start in range(0, len(order), _WINDOW):
         window = order[start : start + _WINDOW]
@@ -49,7 +51,11 @@ _STEPS_A_WINDOW = 32
 
 
 def _bucketed_steps(
-    lengths: np.ndarray, order: np.ndarray, rows_a_step: int, max_length: int, rng: np.random.Generator
+    lengths: np.ndarray,
+    order: np.ndarray,
+    rows_a_step: int,
+    max_length: int,
+    rng: np.random.Generator,
 ) -> list[np.ndarray]:
     texts_a_step = rows_a_step * max(1, max_length / lengths.mean())
     windows = max(1, round(len(order) / max(_WINDOW, _STEPS_A_WINDOW * texts_a_step)))
@@ -76,8 +82,17 @@ class SampleOrder:
     texts: str = ""  # `TokenizedTexts.digest`
 
     @classmethod
-    def of(cls, cfg: RunConfig, packing: str, num_texts: int, world_size: int, texts: str = "") -> "SampleOrder":
-        return cls(packing, cfg.seed, num_texts, cfg.max_length, cfg.batch_size * cfg.accum_steps * world_size, texts)
+    def of(
+        cls, cfg: RunConfig, packing: str, num_texts: int, world_size: int, texts: str = ""
+    ) -> "SampleOrder":
+        return cls(
+            packing,
+            cfg.seed,
+            num_texts,
+            cfg.max_length,
+            cfg.batch_size * cfg.accum_steps * world_size,
+            texts,
+        )
 
 
 class Epoch:
@@ -91,8 +106,13 @@ class Epoch:
         if order.packing == "packed":
             self.rows: Any = _packed_rows(texts.lengths, permutation, order.max_length, rng)
         elif order.packing == "bucketed":
-            steps = _bucketed_steps(texts.lengths, permutation, order.rows_a_step, order.max_length, rng)
-            self.rows, self._bounds = np.concatenate(steps)[:, None], np.cumsum([0] + [len(s) for s in steps])
+            steps = _bucketed_steps(
+                texts.lengths, permutation, order.rows_a_step, order.max_length, rng
+            )
+            self.rows, self._bounds = (
+                np.concatenate(steps)[:, None],
+                np.cumsum([0] + [len(s) for s in steps]),
+            )
         else:
             self.rows = permutation[:, None]
 
@@ -101,16 +121,22 @@ class Epoch:
         if self._bounds is not None:
             bounds = self._bounds[np.searchsorted(self._bounds, position) :]
         else:
-            bounds = np.append(np.arange(position, len(self.rows), self._order.rows_a_step), len(self.rows))
+            bounds = np.append(
+                np.arange(position, len(self.rows), self._order.rows_a_step), len(self.rows)
+            )
         return list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
 
     @cached_property
     def cost(self) -> tuple[int, int]:
         "Tokens with padding, and pairs of positions in attention (which `packed` masks, not skips), that a pass over the epoch computes."
         if self._order.packing == "packed":
-            return len(self.rows) * self._order.max_length, len(self.rows) * self._order.max_length**2
+            return len(self.rows) * self._order.max_length, len(
+                self.rows
+            ) * self._order.max_length**2
         lengths = [self._texts.lengths[self.rows[a:b, 0]] for a, b in self.steps()]
-        return sum(len(n) * int(n.max()) for n in lengths), sum(len(n) * int(n.max()) ** 2 // 2 for n in lengths)
+        return sum(len(n) * int(n.max()) for n in lengths), sum(
+            len(n) * int(n.max()) ** 2 // 2 for n in lengths
+        )
 
 # %% ../../nbs/data/05_batches.ipynb #a0e28730
 @dataclass(frozen=True)
@@ -138,7 +164,11 @@ def collate(rows: list[list[Text]], pad_id: int, packing: str) -> dict[str, np.n
     Of labelled texts, one a row: `input_ids`, `attention_mask`, `labels` `int64[rows]`, and `token_type_ids` `int64[rows, length]` if they have segments.
     """
     shape = (len(rows), max(sum(map(len, row)) for row in rows))
-    ids, positions, documents = np.full(shape, pad_id), np.zeros(shape, np.int64), np.full(shape, -1)
+    ids, positions, documents = (
+        np.full(shape, pad_id),
+        np.zeros(shape, np.int64),
+        np.full(shape, -1),
+    )
     loss_mask, segments = np.ones(shape, bool), np.zeros(shape, np.int64)
     for r, row in enumerate(rows):
         at = 0
@@ -150,7 +180,11 @@ def collate(rows: list[list[Text]], pad_id: int, packing: str) -> dict[str, np.n
             at += len(text)
     attention_mask = (documents >= 0).astype(np.int64)
     if rows[0][0].label is not None:
-        batch = {"input_ids": ids, "attention_mask": attention_mask, "labels": np.array([row[0].label for row in rows])}
+        batch = {
+            "input_ids": ids,
+            "attention_mask": attention_mask,
+            "labels": np.array([row[0].label for row in rows]),
+        }
         return batch if rows[0][0].segments is None else {**batch, "token_type_ids": segments}
     predicted = (documents >= 0) & (positions > 0) & loss_mask
     predictors = np.flatnonzero(predicted) - 1
@@ -169,7 +203,13 @@ def deal(sizes: np.ndarray, micro_batch_rows: int, world_size: int) -> list[np.n
 
 
 def epoch_steps(
-    texts: TokenizedTexts, order: SampleOrder, cfg: RunConfig, epoch: int, position: int, rank: int, world_size: int
+    texts: TokenizedTexts,
+    order: SampleOrder,
+    cfg: RunConfig,
+    epoch: int,
+    position: int,
+    rank: int,
+    world_size: int,
 ) -> Iterator[Step]:
     "The optimizer steps of `epoch` from row `position` of its order on, as `rank` of `world_size` does them."
     plan = Epoch(texts, order, epoch)
@@ -179,7 +219,10 @@ def epoch_steps(
         per_row = max(1, cfg.max_length // int(sizes.max())) if order.packing == "bucketed" else 1
         shares = deal(sizes, cfg.batch_size * per_row, world_size)
         nothing = [[texts.nothing]]
-        mine = [[[texts[i] for i in rows[r]] for r in share] or nothing for share in shares[rank::world_size]]
+        mine = [
+            [[texts[i] for i in rows[r]] for r in share] or nothing
+            for share in shares[rank::world_size]
+        ]
         num_texts, tokens, targets = (
             sum(len(row) for row in rows),
             int(sizes.sum()),

@@ -40,15 +40,23 @@ def load_texts(cfg: RunConfig, label_names: list[str] | None = None) -> Texts:
     texts, labels = [], []
     for place, row in source.rows(cfg.start_idx, end):
         if cfg.task == "chat":
-            texts.append(_conversation(field_value(row, cfg.messages_field, "messages_field", place), place))
+            texts.append(
+                _conversation(field_value(row, cfg.messages_field, "messages_field", place), place)
+            )
             continue
         text = field_text(row, cfg.text_field, "text_field", place)
         texts.append(
-            (text, field_text(row, cfg.text_pair_field, "text_pair_field", place)) if cfg.text_pair_field else text
+            (text, field_text(row, cfg.text_pair_field, "text_pair_field", place))
+            if cfg.text_pair_field
+            else text
         )
         if cfg.task == "classification":
             labels.append(
-                label_number(field_value(row, cfg.label_field, "label_field", place), label_names or [], place)
+                label_number(
+                    field_value(row, cfg.label_field, "label_field", place),
+                    label_names or [],
+                    place,
+                )
             )
     kept = [i for i, text in enumerate(texts) if not isinstance(text, str) or text.strip()]
     if not kept:
@@ -80,7 +88,11 @@ def evaluation_config(cfg: RunConfig) -> RunConfig | None:
     "`cfg` with the data to evaluate on in the place of the slice; `None` if there is none. Raises `DataError` for a split of data that has none."
     if not cfg.evaluates:
         return None
-    if cfg.eval_split and not cfg.eval_dataset and (cfg.dataset == BUILTIN_DATASET or local_file(cfg.dataset)):
+    if (
+        cfg.eval_split
+        and not cfg.eval_dataset
+        and (cfg.dataset == BUILTIN_DATASET or local_file(cfg.dataset))
+    ):
         raise DataError(
             f"eval_split={cfg.eval_split!r}, but {cfg.dataset} has no splits; name a file with eval_dataset, or set eval_split to none."
         )
@@ -91,7 +103,9 @@ def evaluation_config(cfg: RunConfig) -> RunConfig | None:
         "schedule_start_idx": 0,
         "schedule_end_idx": None,
     }
-    none = dict.fromkeys(("eval_dataset", "eval_split", "eval_start_idx", "eval_end_idx", "eval_every", "patience"))
+    none = dict.fromkeys(
+        ("eval_dataset", "eval_split", "eval_start_idx", "eval_end_idx", "eval_every", "patience")
+    )
     split = cfg.eval_split or ("validation" if cfg.eval_dataset else cfg.dataset_split)
     revision = cfg.dataset_revision if cfg.eval_dataset in (None, cfg.dataset) else None
     return cfg.replace(
@@ -107,7 +121,9 @@ def evaluation_config(cfg: RunConfig) -> RunConfig | None:
 def _conversation(messages: Any, place: str) -> list[dict[str, Any]]:
     "`messages` if it is a list of turns, one of them the assistant's. Raises `DataError`."
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{place}: expected a list of messages, got {type(messages).__name__} {str(messages)[:40]!r}.")
+        raise DataError(
+            f"{place}: expected a list of messages, got {type(messages).__name__} {str(messages)[:40]!r}."
+        )
     for number, message in enumerate(messages, 1):
         if (
             not isinstance(message, dict)
@@ -118,9 +134,13 @@ def _conversation(messages: Any, place: str) -> list[dict[str, Any]]:
                 f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, got {str(message)[:60]!r}.'
             )
         whole_text(
-            "".join(text for text in message.values() if isinstance(text, str)), "content", f"{place}, message {number}"
+            "".join(text for text in message.values() if isinstance(text, str)),
+            "content",
+            f"{place}, message {number}",
         )
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise DataError(f"{place} has no assistant turn to train on; its roles are: {roles}. Remove such rows.")
+        raise DataError(
+            f"{place} has no assistant turn to train on; its roles are: {roles}. Remove such rows."
+        )
     return messages

@@ -55,17 +55,25 @@ _WHOLE = r"-?\d{1,18}"  # of more digits no number is made
 
 def _label_kind(value: Any, place: str) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
-        raise DataError(f"{place}: label {value!r} is a {type(value).__name__}; a label is a whole number or a name.")
+        raise DataError(
+            f"{place}: label {value!r} is a {type(value).__name__}; a label is a whole number or a name."
+        )
     return "whole number" if isinstance(value, int) or re.fullmatch(_WHOLE, value) else "name"
 
 
 def _label_name(value: int | str) -> str:
-    return str(value) if isinstance(value, int) or not re.fullmatch(_WHOLE, value) else str(int(value))
+    return (
+        str(value) if isinstance(value, int) or not re.fullmatch(_WHOLE, value) else str(int(value))
+    )
 
 
 def label_number(value: Any, names: list[str], place: str) -> int:
     kind = _label_kind(value, place)
-    if kind == "whole number" and 0 <= int(value) < len(names) and not all(name.isdigit() for name in names):
+    if (
+        kind == "whole number"
+        and 0 <= int(value) < len(names)
+        and not all(name.isdigit() for name in names)
+    ):
         return int(value)  # numbers that have names, from the Hub or from the model
     if _label_name(value) not in names:
         raise DataError(f"{place}: unknown label {value!r}; the {kind}s are: {', '.join(names)}.")
@@ -78,4 +86,7 @@ def scores(confusion: np.ndarray) -> dict[str, float]:
     Of two labels, F1 is that of the second (number 1, as GLUE has it); of more, the mean over labels (macro). A label neither there nor predicted counts 0."""
     hits, real, predicted = np.diag(confusion), confusion.sum(1), confusion.sum(0)
     f1 = 2 * hits / np.maximum(1, real + predicted)
-    return {"accuracy": float(hits.sum() / max(1, confusion.sum())), "f1": float(f1[1] if len(f1) == 2 else f1.mean())}
+    return {
+        "accuracy": float(hits.sum() / max(1, confusion.sum())),
+        "f1": float(f1[1] if len(f1) == 2 else f1.mean()),
+    }

@@ -28,7 +28,15 @@ from ..run.errors import DataError
 from ..run.run_dir import replace_file
 
 # %% ../../nbs/data/01_sources.ipynb #bd96c5ee
-_NO_LIBRARY_CODE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "lib2to3"}
+_NO_LIBRARY_CODE = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "pydoc_data",
+    "lib2to3",
+}
 
 
 def _docstrings() -> Iterator[str]:
@@ -73,7 +81,8 @@ def _make_corpus() -> None:
         if len(piece.strip()) >= 20
     ]
     replace_file(
-        cache_dir() / "python-docs.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in dict.fromkeys(texts))
+        cache_dir() / "python-docs.jsonl",
+        "".join(json.dumps({"text": text}) + "\n" for text in dict.fromkeys(texts)),
     )
 
 
@@ -82,7 +91,12 @@ def builtin_corpus() -> list[str]:
     cached = cache_dir() / "python-docs.jsonl"
     if not cached.exists():
         subprocess.run(
-            [sys.executable, "-c", "from multigpu_ft.data.sources import _make_corpus; _make_corpus()"], check=True
+            [
+                sys.executable,
+                "-c",
+                "from multigpu_ft.data.sources import _make_corpus; _make_corpus()",
+            ],
+            check=True,
         )
     return [json.loads(line)["text"] for line in cached.read_text().splitlines()]
 
@@ -109,7 +123,9 @@ def _lines(path: Path) -> Iterator[str]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             yield from file
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8.") from None
+        raise DataError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8."
+        ) from None
 
 
 def _why(error: Exception) -> str:
@@ -134,7 +150,9 @@ def _read_jsonl(path: Path, start: int, end: int) -> Iterator[tuple[int | None, 
                     f"{path}, line {number}: not valid JSON ({_why(error)}): {line.strip()[:60]!r}"
                 ) from None
             if not isinstance(value, dict):
-                raise DataError(f"{path}, line {number}: a row must be a JSON object, got {line.strip()[:60]!r}")
+                raise DataError(
+                    f"{path}, line {number}: a row must be a JSON object, got {line.strip()[:60]!r}"
+                )
             yield number, value
         row += 1
 
@@ -214,10 +232,15 @@ def _read_parquet(path: Path, start: int, end: int) -> Iterator[tuple[int | None
             if row + len(batch) > start:
                 batch.validate(full=True)
                 yield from (
-                    (None, value) for value in batch.slice(max(0, start - row), end - max(start, row)).to_pylist()
+                    (None, value)
+                    for value in batch.slice(max(0, start - row), end - max(start, row)).to_pylist()
                 )
             row += len(batch)
-    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:  # a page is read only now
+    except (
+        OSError,
+        UnicodeDecodeError,
+        pyarrow.ArrowException,
+    ) as error:  # a page is read only now
         raise _damaged(path, error) from None
 
 
@@ -233,7 +256,11 @@ _READERS = {
 
 def is_file_name(dataset: str) -> bool:
     "Whether `dataset` can only be a file, be it here or not, and no Hub id: by its ending or its folders."
-    return Path(dataset).suffix.lower() in _READERS or dataset.startswith((".", "/", "~")) or dataset.count("/") > 1
+    return (
+        Path(dataset).suffix.lower() in _READERS
+        or dataset.startswith((".", "/", "~"))
+        or dataset.count("/") > 1
+    )
 
 
 def local_file(dataset: str) -> Path | None:
@@ -247,10 +274,18 @@ def local_file(dataset: str) -> Path | None:
             )
         return path
     if is_file_name(dataset):
-        near = sorted(p.name for p in path.parent.glob(f"*{path.suffix}"))[:5] if os.path.isdir(path.parent) else []
+        near = (
+            sorted(p.name for p in path.parent.glob(f"*{path.suffix}"))[:5]
+            if os.path.isdir(path.parent)
+            else []
+        )
         raise DataError(
             f"dataset {dataset!r}: file not found in {path.parent.resolve()}"
-            + (f"; similar files: {', '.join(near)}." if near else ". A dataset on the Hub is named 'user/name'.")
+            + (
+                f"; similar files: {', '.join(near)}."
+                if near
+                else ". A dataset on the Hub is named 'user/name'."
+            )
         )
     return None
 
@@ -273,7 +308,9 @@ def _load_hub(cfg: RunConfig) -> Any:
     import datasets  # takes most of a second, and local files do without
 
     try:
-        return datasets.load_dataset(cfg.dataset, split=cfg.dataset_split, revision=cfg.dataset_revision)
+        return datasets.load_dataset(
+            cfg.dataset, split=cfg.dataset_split, revision=cfg.dataset_revision
+        )
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
@@ -295,7 +332,9 @@ class Source:
     def rows(self, start: int, end: int) -> Iterator[tuple[str, dict]]:
         "Rows `start` to `end`, each with where it stands, for messages."
         if self.cfg.dataset == BUILTIN_DATASET:
-            found: Iterator[tuple[int | None, dict]] = ((None, {"text": text}) for text in builtin_corpus()[start:end])
+            found: Iterator[tuple[int | None, dict]] = (
+                (None, {"text": text}) for text in builtin_corpus()[start:end]
+            )
         elif self.path:
             found = _READERS[self.path.suffix](self.path, start, end)
         else:
@@ -315,7 +354,9 @@ def field_value(row: dict, field: str, parameter: str, place: str) -> Any:
 def field_text(row: dict, field: str, parameter: str, place: str) -> str:
     text = field_value(row, field, parameter, place)
     if text is not None and not isinstance(text, str):
-        raise DataError(f"{place}: {field!r} must be text, got {type(text).__name__} {str(text)[:40]!r}.")
+        raise DataError(
+            f"{place}: {field!r} must be text, got {type(text).__name__} {str(text)[:40]!r}."
+        )
     return whole_text(text or "", field, place)
 
 

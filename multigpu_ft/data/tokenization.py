@@ -28,9 +28,13 @@ class Text:
     "One example as the model reads it."
 
     ids: np.ndarray  # int32[tokens]
-    loss_mask: np.ndarray | None = None  # bool[tokens], whether the token is to be predicted; None: every one
+    loss_mask: np.ndarray | None = (
+        None  # bool[tokens], whether the token is to be predicted; None: every one
+    )
     label: int | None = None  # of a classification; -100 for none
-    segments: np.ndarray | None = None  # int8[tokens], 1 in the second text of a pair, for models that want to know
+    segments: np.ndarray | None = (
+        None  # int8[tokens], 1 in the second text of a pair, for models that want to know
+    )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -48,12 +52,29 @@ class TokenizedTexts:
         self.lengths = np.array([len(text) for text in texts])
         self._ends = np.cumsum(self.lengths)
         self._ids = np.concatenate([text.ids for text in texts])
-        self._loss_mask = np.concatenate([text.loss_mask for text in texts]) if texts[0].loss_mask is not None else None
-        self._segments = np.concatenate([text.segments for text in texts]) if texts[0].segments is not None else None
-        self.labels = np.array([text.label for text in texts]) if texts[0].label is not None else None
+        self._loss_mask = (
+            np.concatenate([text.loss_mask for text in texts])
+            if texts[0].loss_mask is not None
+            else None
+        )
+        self._segments = (
+            np.concatenate([text.segments for text in texts])
+            if texts[0].segments is not None
+            else None
+        )
+        self.labels = (
+            np.array([text.label for text in texts]) if texts[0].label is not None else None
+        )
         # what counts in the loss: labels, or tokens that are predicted; the first one has nothing to be predicted from
         self.targets = np.array(
-            [1 if t.label is not None else len(t) - 1 if t.loss_mask is None else t.loss_mask[1:].sum() for t in texts]
+            [
+                1
+                if t.label is not None
+                else len(t) - 1
+                if t.loss_mask is None
+                else t.loss_mask[1:].sum()
+                for t in texts
+            ]
         )
 
     def __len__(self) -> int:
@@ -76,7 +97,11 @@ class TokenizedTexts:
     @cached_property
     def digest(self) -> str:
         "A name for these very tokens: other texts, another tokenizer, template or length have another."
-        parts = [self._ids, self._ends, *(p for p in (self._loss_mask, self._segments, self.labels) if p is not None)]
+        parts = [
+            self._ids,
+            self._ends,
+            *(p for p in (self._loss_mask, self._segments, self.labels) if p is not None),
+        ]
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
 
@@ -84,7 +109,9 @@ def tokenize_texts(texts: list[str], tokenizer: Any, max_length: int) -> Tokeniz
     "Each text ended by the tokenizer's EOS and cut to `max_length` tokens."
     eos, found = tokenizer.eos_token_id, []
     for start in range(0, len(texts), 1000):
-        for ids in tokenizer(texts[start : start + 1000], truncation=True, max_length=max_length)["input_ids"]:
+        for ids in tokenizer(texts[start : start + 1000], truncation=True, max_length=max_length)[
+            "input_ids"
+        ]:
             closed = eos is None or len(ids) >= max_length or ids[-1:] == [eos]
             found.append(Text(np.array(ids if closed else [*ids, eos], np.int32)))
     return TokenizedTexts(found, _pad_id(tokenizer))
@@ -94,7 +121,9 @@ def _pad_id(tokenizer: Any) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
 # %% ../../nbs/data/04_tokenization.ipynb #ab2e542d
-def tokenize_labelled(texts: list[Any], labels: list[int], tokenizer: Any, max_length: int) -> TokenizedTexts:
+def tokenize_labelled(
+    texts: list[Any], labels: list[int], tokenizer: Any, max_length: int
+) -> TokenizedTexts:
     "Texts, or pairs of them, with their labels."
     found = []
     for start in range(0, len(texts), 1000):
@@ -102,7 +131,11 @@ def tokenize_labelled(texts: list[Any], labels: list[int], tokenizer: Any, max_l
         pairs = zip(*part, strict=True) if isinstance(part[0], tuple) else [part]
         made = tokenizer(*map(list, pairs), truncation=True, max_length=max_length)
         for number, ids in enumerate(made["input_ids"]):
-            segments = np.array(made["token_type_ids"][number], np.int8) if "token_type_ids" in made else None
+            segments = (
+                np.array(made["token_type_ids"][number], np.int8)
+                if "token_type_ids" in made
+                else None
+            )
             found.append(Text(np.array(ids, np.int32), None, labels[start + number], segments))
     return TokenizedTexts(found, _pad_id(tokenizer))
 
@@ -110,7 +143,10 @@ def tokenize_labelled(texts: list[Any], labels: list[int], tokenizer: Any, max_l
 _OTHER_WORDS = "\ue000\ue001\ue002"  # private-use characters: no conversation has them
 _MARKED = re.compile(r"\{%-?\s*generation\b")
 # some templates put today's date in, and a run that goes on tomorrow would have other texts; this is the default of Llama 3's
-_SETTINGS: dict[str, Any] = {"date_string": "26 Jul 2024", "strftime_now": datetime(2024, 7, 26).strftime}
+_SETTINGS: dict[str, Any] = {
+    "date_string": "26 Jul 2024",
+    "strftime_now": datetime(2024, 7, 26).strftime,
+}
 
 
 def _common(*texts: str) -> int:
@@ -118,7 +154,9 @@ def _common(*texts: str) -> int:
     return len(os.path.commonprefix(texts))
 
 
-def assistant_spans(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+def assistant_spans(
+    messages: list[dict[str, Any]], tokenizer: Any
+) -> tuple[str, list[tuple[int, int]]]:
     "The conversation as text, and from which character to which the assistant speaks in it."
 
     def write(turns: list[dict[str, Any]], **settings: Any) -> str:
@@ -128,11 +166,16 @@ def assistant_spans(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        other = write([*messages[:number], {**message, "content": _OTHER_WORDS}, *messages[number + 1 :]])
+        other = write(
+            [*messages[:number], {**message, "content": _OTHER_WORDS}, *messages[number + 1 :]]
+        )
         start = _common(text, other)
         end = len(text) - _common(text[start:][::-1], other[start:][::-1])
         if number:
-            asked, before = write(messages[:number], add_generation_prompt=True), write(messages[:number])
+            asked, before = (
+                write(messages[:number], add_generation_prompt=True),
+                write(messages[:number]),
+            )
             if asked != before and text.startswith(asked) and len(asked) <= start:
                 start = len(asked)
         spans.append((start, end))
@@ -141,13 +184,20 @@ def assistant_spans(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str
 
 def asking(messages: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> str:
     "The conversation as text that asks for the assistant's next turn. `settings` go to the template."
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **_SETTINGS, **settings)
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **_SETTINGS, **settings
+    )
 
 
 def opening(messages: list[dict[str, Any]], tokenizer: Any) -> str:
     "The conversation up to the assistant's first turn, as text that asks for that turn."
     return asking(
-        messages[: next(number for number, message in enumerate(messages) if message["role"] == "assistant")], tokenizer
+        messages[
+            : next(
+                number for number, message in enumerate(messages) if message["role"] == "assistant"
+            )
+        ],
+        tokenizer,
     )
 
 
@@ -157,11 +207,17 @@ def _special_ids(tokenizer: Any) -> set[int]:
     }
 
 
-def _read_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[int], np.ndarray]:
+def _read_conversation(
+    messages: list[dict[str, Any]], tokenizer: Any
+) -> tuple[list[int], np.ndarray]:
     "Token ids, and which of them the assistant says."
     if _MARKED.search(tokenizer.get_chat_template()):
         made = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **_SETTINGS
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **_SETTINGS,
         )
         return made["input_ids"], np.array(made["assistant_masks"], bool)
     text, spans = assistant_spans(messages, tokenizer)
@@ -170,11 +226,17 @@ def _read_conversation(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[
     special = _special_ids(tokenizer)
     loss_mask = np.zeros(len(ids), bool)
     for start, end in spans:
-        said = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start) & (offsets[:, 1] > offsets[:, 0]))
+        said = np.flatnonzero(
+            (offsets[:, 0] < end) & (offsets[:, 1] > start) & (offsets[:, 1] > offsets[:, 0])
+        )
         loss_mask[said] = True
         after = said[-1] + 1 if len(said) else int(np.searchsorted(offsets[:, 0], end))
         closing = after
-        while closing < len(ids) and ids[closing] not in special and text[slice(*offsets[closing])].isspace():
+        while (
+            closing < len(ids)
+            and ids[closing] not in special
+            and text[slice(*offsets[closing])].isspace()
+        ):
             closing += 1
         if closing < len(ids) and ids[closing] in special:
             loss_mask[after : closing + 1] = True
@@ -193,7 +255,9 @@ def closing_token(tokenizer: Any) -> int | None:
     return last if last in _special_ids(tokenizer) else None
 
 
-def tokenize_chats(chats: list[list[dict[str, Any]]], tokenizer: Any, max_length: int) -> TokenizedTexts:
+def tokenize_chats(
+    chats: list[list[dict[str, Any]]], tokenizer: Any, max_length: int
+) -> TokenizedTexts:
     """Conversations by the tokenizer's chat template, cut to `max_length` tokens.
 
     Raises `ModelError` for a tokenizer without a template or without offsets, `DataError` for a conversation that its template refuses, or if nothing that
@@ -235,7 +299,15 @@ def tokenize(cfg: RunConfig, slice: Texts, tokenizer: Any) -> TokenizedTexts:
 def tokenizer_digest(tokenizer: Any) -> str:
     "Return a digest of how `tokenizer` encodes texts: vocabulary, merges and special tokens."
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = json.loads(backend.to_str()) if backend is not None else {"vocabulary": tokenizer.get_vocab()}
+    content = (
+        json.loads(backend.to_str())
+        if backend is not None
+        else {"vocabulary": tokenizer.get_vocab()}
+    )
     # Truncation and padding change with each call.
-    content |= {"truncation": None, "padding": None, "special": sorted(map(str, tokenizer.all_special_tokens))}
+    content |= {
+        "truncation": None,
+        "padding": None,
+        "special": sorted(map(str, tokenizer.all_special_tokens)),
+    }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -50,11 +50,14 @@ def requirements(cfg: RunConfig, without: tuple[str, ...] = ()) -> list[str]:
     lines = {}
     for one in wanted:
         if one.name in without or not any(
-            one.marker is None or one.marker.evaluate({"extra": extra}) for extra in ("", *_extras(cfg))
+            one.marker is None or one.marker.evaluate({"extra": extra})
+            for extra in ("", *_extras(cfg))
         ):
             continue
         try:
-            lines[one.name] = f"{one.name}=={version(one.name).partition('+')[0]}"  # 2.13.0+cpu is this machine's own
+            lines[one.name] = (
+                f"{one.name}=={version(one.name).partition('+')[0]}"  # 2.13.0+cpu is this machine's own
+            )
         except PackageNotFoundError:
             lines[one.name] = f"{one.name}{one.specifier}"
     return list(lines.values())
@@ -64,7 +67,9 @@ def pack(folder: str | Path, cfg: RunConfig, without: tuple[str, ...] = ()) -> P
     "Write this package's modules to the new `folder`, with a pyproject.toml and a requirements.txt as `requirements` has them. Returns `folder`."
     folder, needed = Path(folder), requirements(cfg, without)
     shutil.copytree(
-        Path(multigpu_ft.__file__).parent, folder / _NAME, ignore=shutil.ignore_patterns("__pycache__", "*.tmp")
+        Path(multigpu_ft.__file__).parent,
+        folder / _NAME,
+        ignore=shutil.ignore_patterns("__pycache__", "*.tmp"),
     )
     (folder / "requirements.txt").write_text("\n".join(needed) + "\n")
     (folder / "pyproject.toml").write_text(
@@ -79,11 +84,15 @@ _DATA_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 def _is_local(name: str, value: str) -> bool:
     return (
-        value.startswith((".", "/", "~")) or Path(value).exists() or (name != "model" and value.endswith(_DATA_ENDINGS))
+        value.startswith((".", "/", "~"))
+        or Path(value).exists()
+        or (name != "model" and value.endswith(_DATA_ENDINGS))
     )
 
 
-def travelling(cfg: RunConfig, where: str, remedy: str, may: tuple[str, ...] = (), **changes: Any) -> RunConfig:
+def travelling(
+    cfg: RunConfig, where: str, remedy: str, may: tuple[str, ...] = (), **changes: Any
+) -> RunConfig:
     """`cfg` with a name of its own and `changes`, those that are fields, as it is to run in a place called `where`. The schemes in `may` (`"s3://"`) are
     known there.
 

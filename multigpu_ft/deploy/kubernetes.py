@@ -40,7 +40,10 @@ _OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".pt")
 
 def _run_name(cfg: RunConfig, resources: Resources) -> str:
     "Of the run, its job and its directory. Another slice has another one, by default."
-    base = cfg.run_name or f"{short_name(cfg.model)}-{cfg.start_idx}-{cfg.end_idx or cfg.start_idx + cfg.slice_size}"
+    base = (
+        cfg.run_name
+        or f"{short_name(cfg.model)}-{cfg.start_idx}-{cfg.end_idx or cfg.start_idx + cfg.slice_size}"
+    )
     plain = re.sub(r"[^a-z0-9]+", "-", base.lower()).strip("-")
     return resources.name or (plain if plain[:1].isalpha() else f"run-{plain}")[:40].strip("-")
 
@@ -64,15 +67,25 @@ def _needs_internet(cfg: RunConfig, resources: Resources) -> bool:
     remote = [
         place
         for place in places
-        if not place.startswith(("builtin:", f"{SHARED}/")) and (place != cfg.resume_file or place.startswith("hub:"))
+        if not place.startswith(("builtin:", f"{SHARED}/"))
+        and (place != cfg.resume_file or place.startswith("hub:"))
     ]
-    return bool(remote or cfg.hf_repo or "wandb" in cfg.trackers or "RESULT_MODEL_ID" in resources.config_map)
+    return bool(
+        remote
+        or cfg.hf_repo
+        or "wandb" in cfg.trackers
+        or "RESULT_MODEL_ID" in resources.config_map
+    )
 
 
 def _in_cluster(cfg: RunConfig, resources: Resources, name: str) -> RunConfig:
     "`cfg` as the pods take it. Raises `ConfigError` if it names files of this machine, or needs tokens and there is no Secret."
     _refuse_files_of_here(cfg)
-    needed = [token for token, used in (("HF_TOKEN", cfg.hf_repo), ("WANDB_API_KEY", "wandb" in cfg.trackers)) if used]
+    needed = [
+        token
+        for token, used in (("HF_TOKEN", cfg.hf_repo), ("WANDB_API_KEY", "wandb" in cfg.trackers))
+        if used
+    ]
     if needed and not resources.secret:
         raise ConfigError(
             f"{' and '.join(needed)} will be needed (hf_repo={cfg.hf_repo!r}, tracker={cfg.tracker!r}), but resources name no secret; make one,\n"
@@ -83,7 +96,9 @@ def _in_cluster(cfg: RunConfig, resources: Resources, name: str) -> RunConfig:
         "run_name": name,
         "nproc": resources.resources.gpu.accelerator_count or cfg.nproc or 1,
     }
-    changes["tracker"] = ",".join(dict.fromkeys([*cfg.trackers, "tensorboard"]))  # nobody sees the panel there
+    changes["tracker"] = ",".join(
+        dict.fromkeys([*cfg.trackers, "tensorboard"])
+    )  # nobody sees the panel there
     if cfg.deepspeed_config and not cfg.deepspeed_config.lstrip().startswith("{"):
         read_zero_config(cfg)
         changes["deepspeed_config"] = Path(cfg.deepspeed_config).read_text()
@@ -96,13 +111,25 @@ Manifest = dict[str, Any]
 
 
 def _object(
-    api: str, kind: str, name: str, namespace: str | None, marks: dict[str, str] | None = None, **body: Any
+    api: str,
+    kind: str,
+    name: str,
+    namespace: str | None,
+    marks: dict[str, str] | None = None,
+    **body: Any,
 ) -> Manifest:
-    marks = {**(marks or {"app.kubernetes.io/name": "multigpu-ft"}), "app.kubernetes.io/managed-by": "multigpu-ft"}
+    marks = {
+        **(marks or {"app.kubernetes.io/name": "multigpu-ft"}),
+        "app.kubernetes.io/managed-by": "multigpu-ft",
+    }
     return {
         "apiVersion": api,
         "kind": kind,
-        "metadata": {"name": name, **({"namespace": namespace} if namespace else {}), "labels": marks},
+        "metadata": {
+            "name": name,
+            **({"namespace": namespace} if namespace else {}),
+            "labels": marks,
+        },
         **body,
     }
 
@@ -113,13 +140,20 @@ def _of_the_namespace(resources: Resources) -> list[Manifest]:
     for mode in ("enforce", "warn", "audit"):
         found[0]["metadata"]["labels"][f"pod-security.kubernetes.io/{mode}"] = "restricted"
     if not volume.claim:
-        spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": volume.size}}}
+        spec: dict[str, Any] = {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": volume.size}},
+        }
         if volume.storage_class:
             spec["storageClassName"] = volume.storage_class
         found.append(_object("v1", "PersistentVolumeClaim", claim(resources), space, spec=spec))
     reads = ["get", "list", "watch"]
     rules = [
-        {"apiGroups": [""], "resources": ["pods", "pods/log", "services", "events"], "verbs": reads},
+        {
+            "apiGroups": [""],
+            "resources": ["pods", "pods/log", "services", "events"],
+            "verbs": reads,
+        },
         {
             "apiGroups": [""],
             "resources": ["pods/portforward"],
@@ -144,17 +178,27 @@ def _of_the_namespace(resources: Resources) -> list[Manifest]:
 
 # %% ../../nbs/deploy/05_kubernetes.ipynb #8240e066
 _PRIVATE = {
-    "0.0.0.0/0": ["10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"],
+    "0.0.0.0/0": [
+        "10.0.0.0/8",
+        "100.64.0.0/10",
+        "169.254.0.0/16",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+    ],
     "::/0": ["fc00::/7", "fe80::/10"],
 }
 
 
 def _policies(resources: Resources, name: str, internet: bool) -> list[Manifest]:
-    nodes, board = ({"matchLabels": labels(name, component)} for component in ("node", "tensorboard"))
+    nodes, board = (
+        {"matchLabels": labels(name, component)} for component in ("node", "tensorboard")
+    )
     dns = {
         "to": [
             {
-                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
+                "namespaceSelector": {
+                    "matchLabels": {"kubernetes.io/metadata.name": "kube-system"}
+                },
                 "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
             },
             {"ipBlock": {"cidr": "169.254.0.0/16"}},
@@ -167,12 +211,19 @@ def _policies(resources: Resources, name: str, internet: bool) -> list[Manifest]
     }
     space, kinds, peers = resources.namespace, ["Ingress", "Egress"], [{"podSelector": nodes}]
     egress = [{"to": peers}, dns, *([outside] if internet else [])]
-    listen = [{"from": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": TENSORBOARD_PORT}]}]
+    listen = [
+        {"from": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": TENSORBOARD_PORT}]}
+    ]
 
     def policy(component: str, **spec: Any) -> Manifest:
         spec["policyTypes"] = kinds
         return _object(
-            "networking.k8s.io/v1", "NetworkPolicy", f"{name}-{component}", space, labels(name, component), spec=spec
+            "networking.k8s.io/v1",
+            "NetworkPolicy",
+            f"{name}-{component}",
+            space,
+            labels(name, component),
+            spec=spec,
         )
 
     return [
@@ -182,9 +233,20 @@ def _policies(resources: Resources, name: str, internet: bool) -> list[Manifest]
 
 
 def _config_maps(cfg: RunConfig, resources: Resources, name: str, offline: bool) -> list[Manifest]:
-    files = {name: {"cfg.json": json.dumps(cfg.model_dump(), indent=1)}, f"{name}-env": environment(resources, offline)}
+    files = {
+        name: {"cfg.json": json.dumps(cfg.model_dump(), indent=1)},
+        f"{name}-env": environment(resources, offline),
+    }
     return [
-        _object("v1", "ConfigMap", which, resources.namespace, labels(name, "node"), immutable=True, data=data)
+        _object(
+            "v1",
+            "ConfigMap",
+            which,
+            resources.namespace,
+            labels(name, "node"),
+            immutable=True,
+            data=data,
+        )
         for which, data in files.items()
     ]
 
@@ -192,10 +254,21 @@ def _config_maps(cfg: RunConfig, resources: Resources, name: str, offline: bool)
 def _tensorboard(resources: Resources, name: str) -> list[Manifest]:
     marks, whole, space = labels(name, "tensorboard"), f"{name}-tensorboard", resources.namespace
     ports = [{"name": "http", "port": TENSORBOARD_PORT, "targetPort": "http"}]
-    spec = {"replicas": 1, "selector": {"matchLabels": marks}, "template": tensorboard_template(resources, name)}
+    spec = {
+        "replicas": 1,
+        "selector": {"matchLabels": marks},
+        "template": tensorboard_template(resources, name),
+    }
     return [
         _object("apps/v1", "Deployment", whole, space, marks, spec=spec),
-        _object("v1", "Service", whole, space, marks, spec={"type": "ClusterIP", "selector": marks, "ports": ports}),
+        _object(
+            "v1",
+            "Service",
+            whole,
+            space,
+            marks,
+            spec={"type": "ClusterIP", "selector": marks, "ports": ports},
+        ),
     ]
 
 # %% ../../nbs/deploy/05_kubernetes.ipynb #62df6c34
@@ -204,7 +277,10 @@ BAD_SETTINGS_EXIT_CODE = 78  # EX_CONFIG of sysexits.h
 
 def _job_spec(resources: Resources, template: dict[str, Any]) -> dict[str, Any]:
     rules = [
-        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [BAD_SETTINGS_EXIT_CODE]}},
+        {
+            "action": "FailJob",
+            "onExitCodes": {"operator": "In", "values": [BAD_SETTINGS_EXIT_CODE]},
+        },
         {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [STOPPED_EXIT_CODE]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
@@ -231,7 +307,10 @@ def _job(resources: Resources, name: str) -> list[Manifest]:
         "publishNotReadyAddresses": True,  # peers look each other up while they start
     }
     template = node_template(
-        resources, name, command(resources, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}:{RDZV_PORT}"), subdomain=name
+        resources,
+        name,
+        command(resources, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}:{RDZV_PORT}"),
+        subdomain=name,
     )
     return [
         _object("v1", "Service", name, space, marks, spec=service),
@@ -247,7 +326,9 @@ def _train_job(resources: Resources, name: str) -> list[Manifest]:
     template = node_template(
         resources,
         name,
-        command(resources, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)", "$(PET_NNODES)"),
+        command(
+            resources, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)", "$(PET_NNODES)"
+        ),
     )
     job = {
         "name": "node",
@@ -308,7 +389,9 @@ class Manifests:
             if manifest["kind"] == "Job":
                 return manifest["spec"]["template"]
             if manifest["kind"] == "TrainingRuntime":
-                return manifest["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+                return manifest["spec"]["template"]["spec"]["replicatedJobs"][0]["template"][
+                    "spec"
+                ]["template"]
         raise AssertionError("no job")
 
     def write(self, folder: str | Path) -> list[Path]:
@@ -320,9 +403,15 @@ class Manifests:
                 old.unlink()
         self.files = []
         for number, manifest in enumerate(self.manifests):
-            suffix = manifest["metadata"]["name"].removeprefix(self.name).removeprefix(ACCOUNT).strip("-")
+            suffix = (
+                manifest["metadata"]["name"]
+                .removeprefix(self.name)
+                .removeprefix(ACCOUNT)
+                .strip("-")
+            )
             self.files.append(
-                folder / f"{'-'.join(filter(None, (f'{number:02}', manifest['kind'].lower(), suffix)))}.yaml"
+                folder
+                / f"{'-'.join(filter(None, (f'{number:02}', manifest['kind'].lower(), suffix)))}.yaml"
             )
             self.files[-1].write_text(yaml.safe_dump(manifest, sort_keys=False, width=160))
         return self.files
@@ -342,9 +431,13 @@ class Manifests:
 
     def _facts(self) -> list[tuple[str, str]]:
         container = self.pod["spec"]["containers"][0]
-        limits = ", ".join(f"{amount} {kind}" for kind, amount in container["resources"]["limits"].items())
+        limits = ", ".join(
+            f"{amount} {kind}" for kind, amount in container["resources"]["limits"].items()
+        )
         said = (
-            f"sent to {self.cluster}" if self.cluster else "not sent; kubectl apply -f FOLDER, or submit=True, sends it"
+            f"sent to {self.cluster}"
+            if self.cluster
+            else "not sent; kubectl apply -f FOLDER, or submit=True, sends it"
         )
         return [
             ("run", f"{self.name} in namespace {self.namespace}, {said}"),
@@ -356,7 +449,9 @@ class Manifests:
     def __repr__(self) -> str:
         facts = [f"{name:9} {value}" for name, value in self._facts()]
         rows = [f"  {m['kind']:21} {m['metadata']['name']}" for m in self.manifests]
-        files = [f"{'files':9} {self.files[0].parent}, {len(self.files)} of them"] if self.files else []
+        files = (
+            [f"{'files':9} {self.files[0].parent}, {len(self.files)} of them"] if self.files else []
+        )
         return "\n".join([*facts, *files, *(f"! {remark}" for remark in self.remarks), *rows])
 
     def _repr_html_(self) -> str:
@@ -365,9 +460,12 @@ class Manifests:
             f"<tr>{cell}{escape(name)}</td>{cell}<code>{escape(value)}</code></td></tr>"
             for name, value in self._facts()
         )
-        rows += "".join(f"<tr>{cell}!</td>{cell}{escape(remark)}</td></tr>" for remark in self.remarks)
         rows += "".join(
-            f"<tr>{cell}{escape(m['kind'])}</td>{cell}{escape(m['metadata']['name'])}</td></tr>" for m in self.manifests
+            f"<tr>{cell}!</td>{cell}{escape(remark)}</td></tr>" for remark in self.remarks
+        )
+        rows += "".join(
+            f"<tr>{cell}{escape(m['kind'])}</td>{cell}{escape(m['metadata']['name'])}</td></tr>"
+            for m in self.manifests
         )
         return f"<table>{rows}</table>"
 

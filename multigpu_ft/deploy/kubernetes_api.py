@@ -31,7 +31,9 @@ def _connect() -> Any:
         ) from None
     found = client.Configuration()
     try:
-        config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), client_configuration=found)
+        config.load_kube_config(
+            config_file=os.environ.get("KUBECONFIG"), client_configuration=found
+        )
     except config.ConfigException:
         try:
             config.load_incluster_config(client_configuration=found)
@@ -85,7 +87,9 @@ class _Cluster:
         version = manifest["apiVersion"]
         try:
             return self._client.resources.get(
-                prefix="apis" if "/" in version else "api", api_version=version, kind=manifest["kind"]
+                prefix="apis" if "/" in version else "api",
+                api_version=version,
+                kind=manifest["kind"],
             )
         except ResourceNotFoundError:
             raise ConfigError(
@@ -112,7 +116,9 @@ class _Cluster:
     def apply(self, manifest: dict[str, Any]) -> None:
         kind, about = self.kind_of(manifest), manifest["metadata"]
         if manifest.get("immutable") and self.exists(manifest):  # of a job that is gone
-            self._client.delete(kind, name=about["name"], namespace=about["namespace"], _request_timeout=_TIMEOUT_S)
+            self._client.delete(
+                kind, name=about["name"], namespace=about["namespace"], _request_timeout=_TIMEOUT_S
+            )
         self._client.server_side_apply(
             kind,
             body=manifest,
@@ -151,7 +157,9 @@ def submit(manifests: list[dict[str, Any]]) -> tuple[str, list[str]]:
                 except ApiException as error:
                     if manifest["kind"] != "Namespace" or error.status != 403:
                         raise
-                    remarks.append(f"namespace {manifest['metadata']['name']} was left as it is: {_said(error)}")
+                    remarks.append(
+                        f"namespace {manifest['metadata']['name']} was left as it is: {_said(error)}"
+                    )
                 else:
                     sent.append(f"{manifest['kind']} {manifest['metadata']['name']}")
         except (ApiException, HTTPError) as error:

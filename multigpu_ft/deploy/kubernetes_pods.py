@@ -21,9 +21,7 @@ TENSORBOARD_PORT = 6006
 ACCOUNT = "multigpu-ft"  # the ServiceAccount that pods run as; it may do nothing
 _HOME = "/home/multigpu-ft"
 _USER = 1000  # the image's
-_GRACE_S = (
-    360  # the agent gives ranks 300 s to save their checkpoint after a SIGTERM, and everybody then a minute to end
-)
+_GRACE_S = 360  # the agent gives ranks 300 s to save their checkpoint after a SIGTERM, and everybody then a minute to end
 _ACCELERATOR_LABELS = ("nvidia.com/gpu.product", "cloud.google.com/gke-accelerator")
 
 
@@ -35,7 +33,12 @@ def labels(name: str, component: str | None = None) -> dict[str, str]:
 
 def environment(resources: Resources, offline: bool) -> dict[str, str]:
     "Environment variables of the pods, the user's last. `offline`: nothing is on the Hub, so nobody shall wait for it."
-    ours = {"HOME": _HOME, "USER": "multigpu-ft", "HF_HOME": f"{SHARED}/huggingface", "PYTHONUNBUFFERED": "1"}
+    ours = {
+        "HOME": _HOME,
+        "USER": "multigpu-ft",
+        "HF_HOME": f"{SHARED}/huggingface",
+        "PYTHONUNBUFFERED": "1",
+    }
     if resources.secret:
         ours["MULTIGPU_FT_SECRETS_DIR"] = SECRETS_DIR
     if offline:
@@ -63,7 +66,11 @@ def _spec(
     resources: Resources, container: dict[str, Any], volumes: list[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
     "What all our pods have in common."
-    pull = {"imagePullSecrets": [{"name": resources.image_pull_secret}]} if resources.image_pull_secret else {}
+    pull = (
+        {"imagePullSecrets": [{"name": resources.image_pull_secret}]}
+        if resources.image_pull_secret
+        else {}
+    )
     locked = {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -98,7 +105,11 @@ def _scratch(name: str, size: str, path: str) -> tuple[dict[str, Any], dict[str,
 def _affinity(resources: Resources, name: str) -> dict[str, Any]:
     def preferred(weight: int, key: str) -> dict[str, Any]:
         term = {"labelSelector": {"matchLabels": labels(name, "node")}, "topologyKey": key}
-        return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": weight, "podAffinityTerm": term}]}
+        return {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": weight, "podAffinityTerm": term}
+            ]
+        }
 
     found: dict[str, Any] = {
         "podAntiAffinity": preferred(100, "kubernetes.io/hostname"),
@@ -110,7 +121,9 @@ def _affinity(resources: Resources, name: str) -> dict[str, Any]:
             {"matchExpressions": [{"key": key, "operator": "In", "values": [gpu.accelerator]}]}
             for key in _ACCELERATOR_LABELS
         ]  # one of them is enough
-        found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        found["nodeAffinity"] = {
+            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}
+        }
     return found
 
 
@@ -131,7 +144,9 @@ def command(resources: Resources, rank: str, rdzv: str, nnodes: str | None = Non
     ]
 
 
-def node_template(resources: Resources, name: str, words: list[str], subdomain: str | None = None) -> dict[str, Any]:
+def node_template(
+    resources: Resources, name: str, words: list[str], subdomain: str | None = None
+) -> dict[str, Any]:
     "The template of the pods of run `name`, which run the command `words`; `subdomain` is the Service that gives them host names."
     gpu = resources.resources.gpu
     amounts = {
@@ -143,7 +158,13 @@ def node_template(resources: Resources, name: str, words: list[str], subdomain: 
     volumes = [
         {"name": "shared", "persistentVolumeClaim": {"claimName": claim(resources)}},
         {"name": "config", "configMap": {"name": name, "defaultMode": 0o444}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{bytes_of(gpu.memory) // 4 // 2**20}Mi"}},
+        {
+            "name": "shm",
+            "emptyDir": {
+                "medium": "Memory",
+                "sizeLimit": f"{bytes_of(gpu.memory) // 4 // 2**20}Mi",
+            },
+        },
         scratch[0],
         home[0],
     ]
@@ -155,7 +176,9 @@ def node_template(resources: Resources, name: str, words: list[str], subdomain: 
         home[1],
     ]
     if resources.secret:
-        volumes.append({"name": "secrets", "secret": {"secretName": resources.secret, "defaultMode": 0o440}})
+        volumes.append(
+            {"name": "secrets", "secret": {"secretName": resources.secret, "defaultMode": 0o440}}
+        )
         mounts.append({"name": "secrets", "mountPath": SECRETS_DIR, "readOnly": True})
     container = {
         "name": "node",  # Kubeflow's name for it
@@ -167,9 +190,13 @@ def node_template(resources: Resources, name: str, words: list[str], subdomain: 
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the last lines of a pod that failed are in what `kubectl describe pod` shows
     }
     tolerations = (
-        [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if gpu.accelerator_count else []
+        [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        if gpu.accelerator_count
+        else []
     )
-    tolerations += [toleration.model_dump(exclude_none=True) for toleration in resources.tolerations]
+    tolerations += [
+        toleration.model_dump(exclude_none=True) for toleration in resources.tolerations
+    ]
     places = {
         **({"nodeSelector": resources.node_selector} if resources.node_selector else {}),
         **({"tolerations": tolerations} if tolerations else {}),
@@ -181,7 +208,10 @@ def node_template(resources: Resources, name: str, words: list[str], subdomain: 
         **places,
         "affinity": _affinity(resources, name),
     }
-    return {"metadata": {"labels": labels(name, "node")}, "spec": _spec(resources, container, volumes, **more)}
+    return {
+        "metadata": {"labels": labels(name, "node")},
+        "spec": _spec(resources, container, volumes, **more),
+    }
 
 # %% ../../nbs/deploy/04_kubernetes_pods.ipynb #4d5e01a5
 def tensorboard_template(resources: Resources, name: str) -> dict[str, Any]:
@@ -206,11 +236,20 @@ def tensorboard_template(resources: Resources, name: str) -> dict[str, Any]:
             "timeoutSeconds": 30,
             "failureThreshold": 5,
         },
-        "resources": {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "2Gi"}},
+        "resources": {
+            "requests": {"cpu": "250m", "memory": "1Gi"},
+            "limits": {"cpu": "1", "memory": "2Gi"},
+        },
         "volumeMounts": [{"name": "shared", "mountPath": SHARED, "readOnly": True}, scratch[1]],
     }
     volumes = [
-        {"name": "shared", "persistentVolumeClaim": {"claimName": claim(resources), "readOnly": True}},
+        {
+            "name": "shared",
+            "persistentVolumeClaim": {"claimName": claim(resources), "readOnly": True},
+        },
         scratch[0],
     ]
-    return {"metadata": {"labels": labels(name, "tensorboard")}, "spec": _spec(resources, container, volumes)}
+    return {
+        "metadata": {"labels": labels(name, "tensorboard")},
+        "spec": _spec(resources, container, volumes),
+    }

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from ..run.errors import ConfigError, did_you_mean
 from ..run.secrets import SECRETS, hide_secrets, refuse_secrets
@@ -52,7 +60,9 @@ def _check_cpu(value: Any) -> str:
 def _named(pattern: str, longest: int, rule: str) -> AfterValidator:
     def check(value: str) -> str:
         if len(value) > longest or not re.fullmatch(pattern, value):
-            raise ValueError(f"{value!r} cannot be a name in a cluster: {rule}, {longest} characters at most")
+            raise ValueError(
+                f"{value!r} cannot be a name in a cluster: {rule}, {longest} characters at most"
+            )
         return value
 
     return AfterValidator(check)
@@ -91,16 +101,22 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) else value
 
 
-_Name = Annotated[str, _named(r"[a-z]([-a-z0-9]*[a-z0-9])?", 40, "lower-case letters, digits and '-', a letter first")]
+_Name = Annotated[
+    str,
+    _named(r"[a-z]([-a-z0-9]*[a-z0-9])?", 40, "lower-case letters, digits and '-', a letter first"),
+]
 _Namespace = Annotated[
     str,
     _named(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", 63, "lower-case letters, digits and '-'"),
     AfterValidator(_check_namespace),
 ]
-_Existing = Annotated[str, _named(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", 253, "lower-case letters, digits, '-' and '.'")]
+_Existing = Annotated[
+    str, _named(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", 253, "lower-case letters, digits, '-' and '.'")
+]
 _Bytes = Annotated[str, BeforeValidator(_check_bytes)]
 _Variable = Annotated[
-    str, _named(r"[A-Za-z_][A-Za-z0-9_]*", 253, "an environment variable has letters, digits and '_'")
+    str,
+    _named(r"[A-Za-z_][A-Za-z0-9_]*", 253, "an environment variable has letters, digits and '_'"),
 ]
 
 # %% ../../nbs/deploy/02_kubernetes_resources.ipynb #478ad44f
@@ -112,13 +128,19 @@ class Gpu(_Section):
     "What one node gives to the run."
 
     accelerator_count: int = Field(
-        ge=0, le=16, description="GPUs of one node, a process each; 0: none, for trying on a cluster without"
+        ge=0,
+        le=16,
+        description="GPUs of one node, a process each; 0: none, for trying on a cluster without",
     )
     accelerator: Annotated[str, AfterValidator(_label)] | None = Field(
         None, description="kind of GPU, as the nodes' label says; empty: any"
     )
-    memory: _Bytes = Field(description="host memory of one node, a quarter of it as shared memory (64Gi)")
-    cpu: Annotated[str, BeforeValidator(_check_cpu)] = Field(description="processors of one node (8, 500m)")
+    memory: _Bytes = Field(
+        description="host memory of one node, a quarter of it as shared memory (64Gi)"
+    )
+    cpu: Annotated[str, BeforeValidator(_check_cpu)] = Field(
+        description="processors of one node (8, 500m)"
+    )
 
 
 class Compute(_Section):
@@ -128,12 +150,16 @@ class Compute(_Section):
 class SharedVolume(_Section):
     "The volume that all nodes see, at /shared: runs, checkpoints, downloaded models."
 
-    size: _Bytes | None = Field(None, description="size of a volume that is made for the namespace (200Gi)")
+    size: _Bytes | None = Field(
+        None, description="size of a volume that is made for the namespace (200Gi)"
+    )
     storage_class: _Existing | None = Field(
-        None, description="StorageClass that can be mounted by many nodes; empty: the cluster's default one"
+        None,
+        description="StorageClass that can be mounted by many nodes; empty: the cluster's default one",
     )
     claim: _Existing | None = Field(
-        None, description="PersistentVolumeClaim that exists already, instead of size and storage_class"
+        None,
+        description="PersistentVolumeClaim that exists already, instead of size and storage_class",
     )
 
     @model_validator(mode="after")
@@ -162,7 +188,10 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(
-                None, None, "references (*name) are not taken here, write the value out", self.peek_event().start_mark
+                None,
+                None,
+                "references (*name) are not taken here, write the value out",
+                self.peek_event().start_mark,
             )
         return super().compose_node(parent, index)
 
@@ -172,9 +201,13 @@ class Resources(_Section):
 
     Raises `ConfigError` for an unknown key, a quantity or name that the cluster would not take, an image without digest, or a token."""
 
-    name: _Name | None = Field(None, description="name of the run; empty: its run_name, or model and slice")
+    name: _Name | None = Field(
+        None, description="name of the run; empty: its run_name, or model and slice"
+    )
     namespace: _Namespace = Field("multigpu-ft", description="namespace of the cluster")
-    image: Annotated[str, AfterValidator(_check_image)] = Field(description="image by digest, NAME@sha256:DIGEST")
+    image: Annotated[str, AfterValidator(_check_image)] = Field(
+        description="image by digest, NAME@sha256:DIGEST"
+    )
     image_pull_secret: _Existing | None = Field(
         None, description="Secret with which the image is pulled; empty: none is needed"
     )
@@ -184,9 +217,14 @@ class Resources(_Section):
         {}, description="environment variables, which anybody may see"
     )
     shared_volume: SharedVolume
-    secret: _Existing | None = Field(None, description="Secret with the keys HF_TOKEN and WANDB_API_KEY")
+    secret: _Existing | None = Field(
+        None, description="Secret with the keys HF_TOKEN and WANDB_API_KEY"
+    )
     restarts: int = Field(
-        6, ge=0, le=1000, description="how often all nodes may fail before the run is given up; evictions do not count"
+        6,
+        ge=0,
+        le=1000,
+        description="how often all nodes may fail before the run is given up; evictions do not count",
     )
     node_selector: dict[str, Annotated[str, AfterValidator(_label)]] = Field(
         {}, description="labels that a node must have"
@@ -216,7 +254,9 @@ class Resources(_Section):
                 f"resources={str(source)!r} cannot be read: {error.strerror}. Name a YAML file; nbs/examples/resources.yaml is one."
             ) from None
         except yaml.YAMLError as error:
-            place = getattr(error, "problem_mark", None)  # the error's own text would show the line, and what is in it
+            place = getattr(
+                error, "problem_mark", None
+            )  # the error's own text would show the line, and what is in it
             where = f", line {place.line + 1}" if place else ""
             raise ConfigError(
                 f"resources={str(source)!r} is no YAML{where}: {getattr(error, 'problem', 'see there')}."
@@ -228,7 +268,9 @@ class Resources(_Section):
             TypeError,
             RecursionError,
         ) as error:  # PyYAML's, of a date, a number or a tag that is none
-            raise ConfigError(f"resources={str(source)!r} is no YAML that can be read: {error}.") from None
+            raise ConfigError(
+                f"resources={str(source)!r} is no YAML that can be read: {error}."
+            ) from None
         if not isinstance(values, dict):
             raise ConfigError(
                 f"resources={str(source)!r} holds a {type(values).__name__}, not keys such as image, replicas and resources."
@@ -236,7 +278,11 @@ class Resources(_Section):
         return cls(**{str(key): value for key, value in values.items()})
 
 
-_KEYS = [key for section in (Resources, Compute, Gpu, SharedVolume, Toleration) for key in section.model_fields]
+_KEYS = [
+    key
+    for section in (Resources, Compute, Gpu, SharedVolume, Toleration)
+    for key in section.model_fields
+]
 
 
 def _explain(error: ValidationError) -> str:
@@ -245,7 +291,9 @@ def _explain(error: ValidationError) -> str:
     for e in error.errors():
         place = ".".join(str(part) for part in e["loc"] if part != "[key]")
         if e["type"] == "extra_forbidden":
-            lines.append(f"resources: unknown key {place!r}{did_you_mean(str(e['loc'][-1]), _KEYS)}.")
+            lines.append(
+                f"resources: unknown key {place!r}{did_you_mean(str(e['loc'][-1]), _KEYS)}."
+            )
         elif e["type"] == "missing":
             lines.append(f"resources: {place} is missing.")
         elif e["type"] == "value_error":
@@ -269,7 +317,11 @@ def secret_command(namespace: str, names: tuple[str, ...]) -> str:
 
 def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict):
-        return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{place}.{key}".lstrip("."))]
+        return [
+            leaf
+            for key, inner in value.items()
+            for leaf in _leaves(inner, f"{place}.{key}".lstrip("."))
+        ]
     if isinstance(value, (list, tuple)):
         return [leaf for inner in value for leaf in _leaves(inner, place)]
     return [(place, value)] if isinstance(value, str) else []

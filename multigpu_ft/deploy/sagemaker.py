@@ -95,8 +95,16 @@ class SageMakerJob:
     """A training job that may be sent. `request` is what `CreateTrainingJob` gets, as far as it is known before; `config` the run's configuration there;
     `remarks` what is to be known. After `submit()`, `name` and `arn`."""
 
-    def __init__(self, cfg: RunConfig, request: dict[str, Any], region: str, s3: str, remarks: list[str]) -> None:
-        self.config, self.request, self.region, self.s3, self.remarks = cfg, request, region, s3, remarks
+    def __init__(
+        self, cfg: RunConfig, request: dict[str, Any], region: str, s3: str, remarks: list[str]
+    ) -> None:
+        self.config, self.request, self.region, self.s3, self.remarks = (
+            cfg,
+            request,
+            region,
+            s3,
+            remarks,
+        )
         self.name: str | None = None
         self.arn: str | None = None
 
@@ -107,7 +115,9 @@ class SageMakerJob:
         from sagemaker.core.helper.iam_role_resolver import RoleValidationError
 
         if self.name:
-            raise ConfigError(f"{self.name} is sent already; call deploy_sagemaker again for another job.")
+            raise ConfigError(
+                f"{self.name} is sent already; call deploy_sagemaker again for another job."
+            )
         session = boto3.Session(region_name=self.region)
         if session.get_credentials() is None:
             raise ConfigError(
@@ -115,14 +125,18 @@ class SageMakerJob:
             )
         with tempfile.TemporaryDirectory() as folder:
             code = pack(Path(folder) / "code", self.config, without=("torch",))
-            (code / _ENTRY).write_text("from multigpu_ft.deploy.sagemaker_entry import main\n\nmain()\n")
+            (code / _ENTRY).write_text(
+                "from multigpu_ft.deploy.sagemaker_entry import main\n\nmain()\n"
+            )
             try:
                 trainer = self._trainer(session, code)
                 trainer.train(wait=False, logs=False)
             except RoleValidationError as error:
                 raise ConfigError(f"the role does not do: {error}") from None
             except (ClientError, BotoCoreError, ValueError) as error:
-                raise ConfigError(f"SageMaker does not take the job: {hide_secrets(str(error))}") from None
+                raise ConfigError(
+                    f"SageMaker does not take the job: {hide_secrets(str(error))}"
+                ) from None
         job = trainer._latest_training_job  # the SDK's own examples read it there
         self.name, self.arn = job.training_job_name, job.training_job_arn
         return self
@@ -146,13 +160,20 @@ class SageMakerJob:
         from sagemaker.train.model_trainer import ModelTrainer
 
         request = self.request
-        resources, stopping, vpc = request["ResourceConfig"], request["StoppingCondition"], request.get("VpcConfig")
+        resources, stopping, vpc = (
+            request["ResourceConfig"],
+            request["StoppingCondition"],
+            request.get("VpcConfig"),
+        )
         inputs: list[Any] = []
         for channel in request.get("InputDataConfig", []):
             source = channel["DataSource"]
             if "S3DataSource" in source:
                 inputs.append(
-                    InputData(channel_name=channel["ChannelName"], data_source=source["S3DataSource"]["S3Uri"])
+                    InputData(
+                        channel_name=channel["ChannelName"],
+                        data_source=source["S3DataSource"]["S3Uri"],
+                    )
                 )
                 continue
             disk = source["FileSystemDataSource"]
@@ -163,11 +184,20 @@ class SageMakerJob:
                 file_system_access_mode=disk["FileSystemAccessMode"],
             )
             inputs.append(
-                Channel(channel_name=channel["ChannelName"], data_source=DataSource(file_system_data_source=disk))
+                Channel(
+                    channel_name=channel["ChannelName"],
+                    data_source=DataSource(file_system_data_source=disk),
+                )
             )
         bucket, _, prefix = self.s3.removeprefix("s3://").partition("/")
-        sdk = Session(boto_session=session, default_bucket=bucket, default_bucket_prefix=prefix or None)
-        modules = sdk.sagemaker_config.setdefault("SageMaker", {}).setdefault("PythonSDK", {}).setdefault("Modules", {})
+        sdk = Session(
+            boto_session=session, default_bucket=bucket, default_bucket_prefix=prefix or None
+        )
+        modules = (
+            sdk.sagemaker_config.setdefault("SageMaker", {})
+            .setdefault("PythonSDK", {})
+            .setdefault("Modules", {})
+        )
         modules.setdefault("TelemetryOptOut", True)
         checkpoints = request.get("CheckpointConfig")
         return ModelTrainer(
@@ -175,7 +205,9 @@ class SageMakerJob:
             role=request.get("RoleArn"),
             base_job_name=request["TrainingJobName"],
             training_image=request["AlgorithmSpecification"]["TrainingImage"],
-            source_code=SourceCode(source_dir=str(code), requirements="requirements.txt", entry_script=_ENTRY),
+            source_code=SourceCode(
+                source_dir=str(code), requirements="requirements.txt", entry_script=_ENTRY
+            ),
             distributed=Torchrun(process_count_per_node=self.config.nproc),
             compute=Compute(
                 instance_type=resources["InstanceType"],
@@ -183,13 +215,21 @@ class SageMakerJob:
                 volume_size_in_gb=resources["VolumeSizeInGB"],
                 enable_managed_spot_training=request["EnableManagedSpotTraining"],
             ),
-            networking=Networking(subnets=vpc["Subnets"], security_group_ids=vpc["SecurityGroupIds"]) if vpc else None,
+            networking=Networking(
+                subnets=vpc["Subnets"], security_group_ids=vpc["SecurityGroupIds"]
+            )
+            if vpc
+            else None,
             stopping_condition=StoppingCondition(
                 max_runtime_in_seconds=stopping["MaxRuntimeInSeconds"],
                 max_wait_time_in_seconds=stopping.get("MaxWaitTimeInSeconds"),
             ),
-            output_data_config=OutputDataConfig(s3_output_path=request["OutputDataConfig"]["S3OutputPath"]),
-            checkpoint_config=CheckpointConfig(s3_uri=checkpoints["S3Uri"], local_path=checkpoints["LocalPath"])
+            output_data_config=OutputDataConfig(
+                s3_output_path=request["OutputDataConfig"]["S3OutputPath"]
+            ),
+            checkpoint_config=CheckpointConfig(
+                s3_uri=checkpoints["S3Uri"], local_path=checkpoints["LocalPath"]
+            )
             if checkpoints
             else None,
             input_data_config=inputs or None,
@@ -220,7 +260,13 @@ class SageMakerJob:
         return f"SageMakerJob({self.line})"
 
     def __str__(self) -> str:
-        return "\n".join([self.line, *(f"! {remark}" for remark in self.remarks), json.dumps(self.request, indent=1)])
+        return "\n".join(
+            [
+                self.line,
+                *(f"! {remark}" for remark in self.remarks),
+                json.dumps(self.request, indent=1),
+            ]
+        )
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<div>! {escape(remark)}</div>" for remark in self.remarks)
@@ -278,7 +324,12 @@ def deploy_sagemaker(
     refuse_secrets(
         {
             name: value
-            for name, value in {"s3": s3, "role": role, "image": image, "file_system": file_system}.items()
+            for name, value in {
+                "s3": s3,
+                "role": role,
+                "image": image,
+                "file_system": file_system,
+            }.items()
             if value
         }
     )
@@ -292,13 +343,17 @@ def deploy_sagemaker(
         raise ConfigError(
             f"instance_count={instance_count}, max_run_hours={max_run_hours}, volume_gb={volume_gb}: all must be above 0."
         )
-    if secret_arn and not re.fullmatch(r"arn:[\w-]+:secretsmanager:[\w-]+:\d+:secret:\S+", secret_arn):
+    if secret_arn and not re.fullmatch(
+        r"arn:[\w-]+:secretsmanager:[\w-]+:\d+:secret:\S+", secret_arn
+    ):
         raise ConfigError(
             "secret_arn is no ARN of a secret in Secrets Manager (arn:aws:secretsmanager:REGION:ACCOUNT:secret:NAME)."
         )
     s3, gpus = s3.rstrip("/"), _gpus(instance_type, region)
     subnets, security_groups = names(subnets), names(security_groups)
-    _check_processes(cfg, instance_type, instance_count, gpus, file_system, subnets, security_groups)
+    _check_processes(
+        cfg, instance_type, instance_count, gpus, file_system, subnets, security_groups
+    )
     run_root = f"{_INPUTS}/runs" if file_system else CHECKPOINTS
     remedy = "Upload it (aws s3 cp) and name it by its s3:// address, or take one of the Hub."
     cfg = travelling(cfg, "SageMaker", remedy, ("s3://",), run_root=run_root, nnodes=instance_count)
@@ -307,7 +362,11 @@ def deploy_sagemaker(
         {
             "ChannelName": name,
             "DataSource": {
-                "S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": value, "S3DataDistributionType": "FullyReplicated"}
+                "S3DataSource": {
+                    "S3DataType": "S3Prefix",
+                    "S3Uri": value,
+                    "S3DataDistributionType": "FullyReplicated",
+                }
             },
         }
         for name in ("model", "dataset", "eval_dataset")
@@ -315,15 +374,24 @@ def deploy_sagemaker(
     ]
     if file_system:
         kind, known = (
-            ("EFS", file_system.removeprefix("efs:")) if file_system.startswith("efs:") else ("FSxLustre", file_system)
+            ("EFS", file_system.removeprefix("efs:"))
+            if file_system.startswith("efs:")
+            else ("FSxLustre", file_system)
         )
         name, path = _FILE_SYSTEM.fullmatch(known).groups()
-        disk = {"FileSystemId": name, "FileSystemType": kind, "DirectoryPath": path, "FileSystemAccessMode": "rw"}
+        disk = {
+            "FileSystemId": name,
+            "FileSystemType": kind,
+            "DirectoryPath": path,
+            "FileSystemAccessMode": "rw",
+        }
         channels.append({"ChannelName": "runs", "DataSource": {"FileSystemDataSource": disk}})
     run_s = int(max_run_hours * 3600)
     stopping = {"MaxRuntimeInSeconds": run_s}
     if spot:
-        stopping["MaxWaitTimeInSeconds"] = max(run_s, int((max_wait_hours or 2 * max_run_hours) * 3600))
+        stopping["MaxWaitTimeInSeconds"] = max(
+            run_s, int((max_wait_hours or 2 * max_run_hours) * 3600)
+        )
     request = {
         "TrainingJobName": base,
         "AlgorithmSpecification": {
@@ -333,16 +401,30 @@ def deploy_sagemaker(
         **({"RoleArn": role} if role else {}),
         "HyperParameters": _hyper_parameters(cfg),
         **({"InputDataConfig": channels} if channels else {}),
-        "ResourceConfig": {"InstanceType": instance_type, "InstanceCount": instance_count, "VolumeSizeInGB": volume_gb},
+        "ResourceConfig": {
+            "InstanceType": instance_type,
+            "InstanceCount": instance_count,
+            "VolumeSizeInGB": volume_gb,
+        },
         "StoppingCondition": stopping,
         "OutputDataConfig": {"S3OutputPath": f"{s3}/models"},
-        **({} if file_system else {"CheckpointConfig": {"S3Uri": f"{s3}/runs", "LocalPath": CHECKPOINTS}}),
-        **({"VpcConfig": {"Subnets": list(subnets), "SecurityGroupIds": list(security_groups)}} if file_system else {}),
+        **(
+            {}
+            if file_system
+            else {"CheckpointConfig": {"S3Uri": f"{s3}/runs", "LocalPath": CHECKPOINTS}}
+        ),
+        **(
+            {"VpcConfig": {"Subnets": list(subnets), "SecurityGroupIds": list(security_groups)}}
+            if file_system
+            else {}
+        ),
         **({"Environment": {SECRET_VARIABLE: secret_arn}} if secret_arn else {}),
         "EnableManagedSpotTraining": spot,
         "Tags": [{"Key": "multigpu_ft:run", "Value": cfg.run_name}],
     }
-    job = SageMakerJob(cfg, request, region, s3, _remarks(cfg, spot, run_s, secret_arn, gpus, instance_type))
+    job = SageMakerJob(
+        cfg, request, region, s3, _remarks(cfg, spot, run_s, secret_arn, gpus, instance_type)
+    )
     return job.submit() if submit else job
 
 
@@ -372,11 +454,18 @@ def _check_processes(
             f"file_system={file_system!r} is not of the form fs-01234567/mount/folder (FSx for Lustre) or efs:fs-01234567/folder (EFS)."
         )
     if file_system and not (subnets and security_groups):
-        raise ConfigError("file_system needs the subnets and security_groups of the network that it is in.")
+        raise ConfigError(
+            "file_system needs the subnets and security_groups of the network that it is in."
+        )
 
 
 def _remarks(
-    cfg: RunConfig, spot: bool, run_s: int, secret_arn: str | None, gpus: int | None, instance_type: str
+    cfg: RunConfig,
+    spot: bool,
+    run_s: int,
+    secret_arn: str | None,
+    gpus: int | None,
+    instance_type: str,
 ) -> list[str]:
     said = []
     if spot and not cfg.save_every and (cfg.save_minutes is None or cfg.save_minutes > 15):
@@ -391,5 +480,7 @@ def _remarks(
     if not secret_arn and (cfg.hf_repo or "wandb" in cfg.trackers):
         said.append("hf_repo and W&B need a token: put it in Secrets Manager and give secret_arn")
     if gpus is None:
-        said.append(f"how many GPUs {instance_type} has is not known here; it gets {cfg.nproc or 'one process a GPU'}")
+        said.append(
+            f"how many GPUs {instance_type} has is not known here; it gets {cfg.nproc or 'one process a GPU'}"
+        )
     return said

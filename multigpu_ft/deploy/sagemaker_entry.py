@@ -67,12 +67,14 @@ def take_secrets(arn: str) -> dict[str, str]:
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        text = boto3.client("secretsmanager", region_name=arn.split(":")[3]).get_secret_value(SecretId=arn)[
-            "SecretString"
-        ]
+        text = boto3.client("secretsmanager", region_name=arn.split(":")[3]).get_secret_value(
+            SecretId=arn
+        )["SecretString"]
         values = json.loads(text)
         found = {
-            name: values[name] for name in SECRETS if isinstance(values, dict) and isinstance(values.get(name), str)
+            name: values[name]
+            for name in SECRETS
+            if isinstance(values, dict) and isinstance(values.get(name), str)
         }
     except (BotoCoreError, ClientError) as error:
         raise ConfigError(
@@ -81,7 +83,9 @@ def take_secrets(arn: str) -> dict[str, str]:
     except (KeyError, ValueError):
         found = {}
     if not found:  # what is in it stays unsaid
-        raise ConfigError(f"secret_arn: the secret must be a JSON object with {' or '.join(SECRETS)}.")
+        raise ConfigError(
+            f"secret_arn: the secret must be a JSON object with {' or '.join(SECRETS)}."
+        )
     return found
 
 # %% ../../nbs/deploy/06_sagemaker_entry.ipynb #1d1b6caf
@@ -90,9 +94,13 @@ def _train(run_dir: RunDir, environ: dict[str, str]) -> int:
     environ = {
         **environ,
         AGENT_PID_VARIABLE: str(os.getpid()),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[1]), environ.get("PYTHONPATH", "")]
+        ),
     }
-    process = subprocess.Popen([sys.executable, "-m", "multigpu_ft.training", str(run_dir.path)], env=environ)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "multigpu_ft.training", str(run_dir.path)], env=environ
+    )
 
     def hand_on(number: int, frame: Any) -> None:
         process.terminate()

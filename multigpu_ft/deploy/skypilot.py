@@ -29,7 +29,16 @@ from ..run.secrets import hide_secrets, refuse_secrets, use_secrets
 # %% ../../nbs/deploy/08_skypilot.ipynb #f4f2fb79
 _PORT = 29400
 _RUNS, _INPUTS = "/runs", "/inputs"
-_BUCKETS = ("s3://", "gs://", "r2://", "https://", "cos://", "oci://", "nebius://", "cw://")  # https: Azure's
+_BUCKETS = (
+    "s3://",
+    "gs://",
+    "r2://",
+    "https://",
+    "cos://",
+    "oci://",
+    "nebius://",
+    "cw://",
+)  # https: Azure's
 _SETUP = """\
 python3 -m pip install --quiet uv
 python3 -m uv venv --quiet --allow-existing --python 3.11 ~/multigpu_ft_env
@@ -42,7 +51,9 @@ exec multigpu-ft train --config config.json --nnodes "$SKYPILOT_NUM_NODES" --nod
 """
 # each node has its own cache of a bucket, so only node 0 shall write to it; the others bring it what is theirs of a checkpoint
 _CHOOSE = f'RUNS={_RUNS}; [ "$SKYPILOT_NODE_RANK" = 0 ] || RUNS="$HOME/runs"'
-_BUCKET_OF_NODE_0 = _RUN.replace("exec ", f"{_CHOOSE}\nexec ").replace(" --as-job", ' --run-root "$RUNS" --as-job')
+_BUCKET_OF_NODE_0 = _RUN.replace("exec ", f"{_CHOOSE}\nexec ").replace(
+    " --as-job", ' --run-root "$RUNS" --as-job'
+)
 
 
 class _Block(str):
@@ -54,15 +65,20 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(
-    _Block, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
+    _Block,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|"),
 )
 
 # %% ../../nbs/deploy/08_skypilot.ipynb #2b5a14dd
 def _mounts(storage: str) -> tuple[str, dict[str, Any]]:
     "Where the runs are on a node, and what the task says for it. Raises `ConfigError`."
     if storage.startswith(_BUCKETS):
-        return _RUNS, {"file_mounts": {_RUNS: {"source": storage.rstrip("/"), "mode": "MOUNT_CACHED"}}}
-    if storage.startswith("volume:") and re.fullmatch(r"[a-z0-9][a-z0-9-]*", storage.removeprefix("volume:")):
+        return _RUNS, {
+            "file_mounts": {_RUNS: {"source": storage.rstrip("/"), "mode": "MOUNT_CACHED"}}
+        }
+    if storage.startswith("volume:") and re.fullmatch(
+        r"[a-z0-9][a-z0-9-]*", storage.removeprefix("volume:")
+    ):
         return _RUNS, {"volumes": {_RUNS: storage.removeprefix("volume:")}}
     if storage.startswith("/") and storage.rstrip("/"):
         return storage.rstrip("/"), {}
@@ -91,7 +107,10 @@ class SkyPilotTask:
 
     @property
     def yaml(self) -> str:
-        blocks = {name: _Block(value) if name in ("setup", "run") else value for name, value in self.task.items()}
+        blocks = {
+            name: _Block(value) if name in ("setup", "run") else value
+            for name, value in self.task.items()
+        }
         return yaml.dump(blocks, Dumper=_Dumper, sort_keys=False, width=1000)
 
     def write(self, folder: str | Path) -> Path:
@@ -113,8 +132,13 @@ class SkyPilotTask:
     def submit(self) -> "SkyPilotTask":
         """Launch it as a managed job; does not wait for it. Raises `ConfigError` without SkyPilot, or a secret's value, or if SkyPilot refuses."""
         if self.submitted:
-            raise ConfigError(f"{self.task['name']} is submitted already; call deploy_skypilot again for another job.")
-        sky = shutil.which("sky", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+            raise ConfigError(
+                f"{self.task['name']} is submitted already; call deploy_skypilot again for another job."
+            )
+        sky = shutil.which(
+            "sky",
+            path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        )
         if sky is None:
             raise ConfigError(
                 "there is no command sky here: pip install 'multigpu_ft[skypilot]', or in an environment of its own: uv tool install skypilot."
@@ -137,7 +161,9 @@ class SkyPilotTask:
         with tempfile.TemporaryDirectory() as folder:
             self.write(folder)
             quiet = {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-            done = subprocess.run(command, cwd=folder, env={**quiet, **os.environ}, capture_output=True, text=True)
+            done = subprocess.run(
+                command, cwd=folder, env={**quiet, **os.environ}, capture_output=True, text=True
+            )
         if done.returncode:
             said = hide_secrets((done.stderr.strip() or done.stdout.strip())[-2000:])
             raise ConfigError(f"SkyPilot does not take the job ({' '.join(command[1:])}): {said}")
@@ -146,7 +172,12 @@ class SkyPilotTask:
 
     def record(self) -> dict[str, Any]:
         "What there is, as JSON takes it."
-        return {"name": self.task["name"], "submitted": self.submitted, "remarks": self.remarks, "task": self.task}
+        return {
+            "name": self.task["name"],
+            "submitted": self.submitted,
+            "remarks": self.remarks,
+            "task": self.task,
+        }
 
     @property
     def line(self) -> str:
@@ -201,7 +232,9 @@ def deploy_skypilot(
     """
     matched = re.fullmatch(r"([A-Za-z][\w.-]*)(?::(\d+))?", accelerators)
     if not matched or matched[2] == "0":
-        raise ConfigError(f"accelerators={accelerators!r} is not of the form NAME:COUNT, such as H100:8.")
+        raise ConfigError(
+            f"accelerators={accelerators!r} is not of the form NAME:COUNT, such as H100:8."
+        )
     if num_nodes < 1 or disk_gb < 1:
         raise ConfigError(f"num_nodes={num_nodes}, disk_gb={disk_gb}: both must be above 0.")
     secrets = names(secrets)
@@ -225,7 +258,12 @@ def deploy_skypilot(
     cfg = travelling(cfg, "SkyPilot", remedy, _BUCKETS, run_root=run_root, nnodes=num_nodes)
     cfg, copied = _inputs(cfg)
     wanted = [
-        name for name, needed in (("HF_TOKEN", bool(cfg.hf_repo)), ("WANDB_API_KEY", "wandb" in cfg.trackers)) if needed
+        name
+        for name, needed in (
+            ("HF_TOKEN", bool(cfg.hf_repo)),
+            ("WANDB_API_KEY", "wandb" in cfg.trackers),
+        )
+        if needed
     ]
     wanted = list(dict.fromkeys([*wanted, *secrets]))
     anywhere = "file_mounts" in mounts  # a bucket is seen from every region, a volume is not

@@ -37,7 +37,9 @@ def age(seconds: float) -> str:
 
 
 def _bytes(count: float) -> str:
-    unit, word = next((u, w) for u, w in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if count >= u or u == 1)
+    unit, word = next(
+        (u, w) for u, w in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if count >= u or u == 1
+    )
     return f"{count / unit:.{0 if count >= 10 * unit or unit == 1 else 1}f} {word}"
 
 
@@ -71,7 +73,10 @@ def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]
             parts.append(f"{last['tokens_per_second']:,.0f} tokens/s")
         if last.get("skipped_steps"):
             parts.append(f"{last['skipped_steps']} steps skipped")
-        steps, seconds = last["step"] - recent[0]["step"], last.get("time", 0) - recent[0].get("time", 0)
+        steps, seconds = (
+            last["step"] - recent[0]["step"],
+            last.get("time", 0) - recent[0].get("time", 0),
+        )
         if status["state"] == "running" and steps and total:
             parts.append(f"{_duration((total - done) * seconds / steps)} left")
     if status.get("activity"):
@@ -184,7 +189,9 @@ class CellOutput:
     def put_picture(self, png: bytes) -> None:
         import base64
 
-        self._handles[1].update({"image/png": base64.b64encode(png).decode(), "text/plain": "loss picture"}, raw=True)
+        self._handles[1].update(
+            {"image/png": base64.b64encode(png).decode(), "text/plain": "loss picture"}, raw=True
+        )
 
 # %% ../../nbs/display/02_panel.ipynb #f9124768
 _STATE_COLORS = {
@@ -231,7 +238,11 @@ def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> 
         else [f"step {done:,} of {total:,}", f"epoch {status.get('epoch', 1)}"]
     )
     words = [*where, f"{share:.0f}%"]
-    if status["state"] == "running" and len(curve.recent) > 1 and curve.recent[-1][0] > curve.recent[0][0]:
+    if (
+        status["state"] == "running"
+        and len(curve.recent) > 1
+        and curve.recent[-1][0] > curve.recent[0][0]
+    ):
         (s0, t0), (s1, t1) = curve.recent[0], curve.recent[-1]
         words.append(f"{_duration((total - done) * (t1 - t0) / (s1 - s0))} left")
     ends = [status["session_end"]] if status.get("session_end") else []
@@ -269,7 +280,12 @@ def _facts(task: str, status: dict[str, Any], curve: Curve) -> list[tuple[str, s
             if last["loss"] is None
             else f"{last['loss']:.4f} nats per {unit}",
         ),
-        ("made", f"{last['sequences_per_second']:,.3g} sequences/s" if "sequences_per_second" in last else ""),
+        (
+            "made",
+            f"{last['sequences_per_second']:,.3g} sequences/s"
+            if "sequences_per_second" in last
+            else "",
+        ),
         ("accepted", _accepted(last) if "accepted" in last else ""),
         ("reward", f"failed on {last['reward_errors']:,}" if last.get("reward_errors") else ""),
         ("evaluated", ", ".join(scores)),
@@ -281,11 +297,14 @@ def _facts(task: str, status: dict[str, Any], curve: Curve) -> list[tuple[str, s
         ),
         (
             f"{where} memory",
-            ", ".join(f"rank {rank}: {gib:.2f} GiB" for rank, gib in enumerate(memory)) + (" (peak)" if memory else ""),
+            ", ".join(f"rank {rank}: {gib:.2f} GiB" for rank, gib in enumerate(memory))
+            + (" (peak)" if memory else ""),
         ),
         (
             "skipped",
-            f"{last['skipped_steps']} steps, whose gradient was not finite" if last.get("skipped_steps") else "",
+            f"{last['skipped_steps']} steps, whose gradient was not finite"
+            if last.get("skipped_steps")
+            else "",
         ),
     ]
 
@@ -305,14 +324,21 @@ def _failure_html(error: Exception) -> str:
 def _end_of_loss(after: float | None, curve: Curve) -> str:
     if after is not None:
         return f"{after:.4f} at the end, on the same texts"
-    return f"{curve.last['loss']:.4f} in the last step" if curve.last.get("loss") is not None else "then not finite"
+    return (
+        f"{curve.last['loss']:.4f} in the last step"
+        if curve.last.get("loss") is not None
+        else "then not finite"
+    )
 
 
 def summary_html(run: Any) -> str:
     "The end of a `launcher.Run` as HTML without scripts or style sheets: state, loss, time, where its results are; the exception if it failed."
     run_dir, status, curve = run.dir, run.status, Curve(run.dir.path / "metrics.jsonl")
     curve.read()
-    state, seconds = run.state, status.get("heartbeat", 0) - status.get("launched", status.get("heartbeat", 0))
+    state, seconds = (
+        run.state,
+        status.get("heartbeat", 0) - status.get("launched", status.get("heartbeat", 0)),
+    )
     before, after = status.get("loss_before"), status.get("loss_after")
     results = [(name, status.get(name)) for name in ("export", "merged", "pushed_to", "kept")]
     results += [
@@ -323,13 +349,29 @@ def summary_html(run: Any) -> str:
     rows = [
         (
             status.get("unit", "steps"),
-            f"{_steps_done(status, curve):,} of {status['total_steps']:,}{of}" if status.get("total_steps") else "none",
+            f"{_steps_done(status, curve):,} of {status['total_steps']:,}{of}"
+            if status.get("total_steps")
+            else "none",
         ),
-        ("loss", "" if before is None else f"{before:.4f} at the start, {_end_of_loss(after, curve)}"),
-        *[row for row in _facts(run.config.task, status, curve) if row[0] not in ("loss", "learning rate")],
+        (
+            "loss",
+            "" if before is None else f"{before:.4f} at the start, {_end_of_loss(after, curve)}",
+        ),
+        *[
+            row
+            for row in _facts(run.config.task, status, curve)
+            if row[0] not in ("loss", "learning rate")
+        ],
         ("took", _duration(seconds)),
-        ("checkpoint", f"{checkpoints[-1].name} ({_bytes(size(checkpoints[-1]))})" if checkpoints else ""),
-        *[(name.replace("_", " "), f"<code>{escape(str(value))}</code>") for name, value in results if value],
+        (
+            "checkpoint",
+            f"{checkpoints[-1].name} ({_bytes(size(checkpoints[-1]))})" if checkpoints else "",
+        ),
+        *[
+            (name.replace("_", " "), f"<code>{escape(str(value))}</code>")
+            for name, value in results
+            if value
+        ],
         *[("remark", escape(remark)) for remark in status.get("remarks", [])],
         ("message", escape(status["message"]) if status.get("message") else ""),
         (
@@ -356,14 +398,22 @@ class Panel:
         self._next, self._sizes = 0.0, {}
         self._lock = threading.Lock()  # a button may draw while the waiting cell does
         _for_no_request(self._make)
-        self._place.put({**self._root._repr_mimebundle_(), "text/plain": f"{run.name}: {run.state}"})
+        self._place.put(
+            {**self._root._repr_mimebundle_(), "text/plain": f"{run.name}: {run.state}"}
+        )
 
     def _make(self) -> None:
         import ipywidgets as w
 
-        self._head, self._bar, self._drawing, self._table, self._remarks = (w.HTML() for _ in range(5))
-        self._stop = w.Button(description="Stop (saves)", tooltip="finish the step, save a checkpoint, end")
-        self._kill = w.Button(description="Kill", tooltip="end all processes at once, without saving")
+        self._head, self._bar, self._drawing, self._table, self._remarks = (
+            w.HTML() for _ in range(5)
+        )
+        self._stop = w.Button(
+            description="Stop (saves)", tooltip="finish the step, save a checkpoint, end"
+        )
+        self._kill = w.Button(
+            description="Kill", tooltip="end all processes at once, without saving"
+        )
         self._stop.on_click(self._on_stop)
         self._kill.on_click(self._on_kill)
         self._folds = {"checkpoints": self._checkpoint_table, "logs": self._log_tails}
@@ -374,7 +424,17 @@ class Panel:
         )
         self._folded.observe(lambda _: self.show(now=True), "selected_index")
         buttons = w.HBox([self._stop, self._kill])
-        self._root = w.VBox([self._head, self._bar, self._drawing, self._table, self._remarks, buttons, self._folded])
+        self._root = w.VBox(
+            [
+                self._head,
+                self._bar,
+                self._drawing,
+                self._table,
+                self._remarks,
+                buttons,
+                self._folded,
+            ]
+        )
         self._parts = [*self._root.children, *buttons.children, *self._folded.children]
         self._draw()
 
@@ -405,8 +465,13 @@ class Panel:
             for name, value in _facts(run.config.task, status, self._curve)
             if value
         ]
-        self._set(self._table, f'<div style="line-height:1.5">{" &ensp;·&ensp; ".join(facts)}</div>' if facts else "")
-        self._set(self._remarks, "".join(f"<div>{escape(r)}</div>" for r in status.get("remarks", [])))
+        self._set(
+            self._table,
+            f'<div style="line-height:1.5">{" &ensp;·&ensp; ".join(facts)}</div>' if facts else "",
+        )
+        self._set(
+            self._remarks, "".join(f"<div>{escape(r)}</div>" for r in status.get("remarks", []))
+        )
         if (opened := self._folded.selected_index) is not None:
             self._set(self._folded.children[opened], list(self._folds.values())[opened]())
         if self._kill.button_style and time.monotonic() > self._sure_until:
@@ -423,13 +488,21 @@ class Panel:
             if path not in self._sizes:
                 self._sizes[path] = size(path)
             rows.append(
-                (escape(path.name), f"{_bytes(self._sizes[path])}, {age(time.time() - path.stat().st_mtime)} old")
+                (
+                    escape(path.name),
+                    f"{_bytes(self._sizes[path])}, {age(time.time() - path.stat().st_mtime)} old",
+                )
             )
         return _table(rows) if rows else "none yet"
 
     def _log_tails(self) -> str:
-        logs = sorted((self._run.dir.path / "logs").glob("*.log"), key=lambda p: (p.stem == "agent", p.stem))
-        return "".join(f"<b>{p.stem}</b><pre {_PRE}>{escape(tail(p, 10)) or '(nothing yet)'}</pre>" for p in logs)
+        logs = sorted(
+            (self._run.dir.path / "logs").glob("*.log"), key=lambda p: (p.stem == "agent", p.stem)
+        )
+        return "".join(
+            f"<b>{p.stem}</b><pre {_PRE}>{escape(tail(p, 10)) or '(nothing yet)'}</pre>"
+            for p in logs
+        )
 
     def _on_stop(self, _: Any) -> None:
         self._stop.disabled = True

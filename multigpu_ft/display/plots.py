@@ -55,7 +55,13 @@ def loss_figure(metrics: list[dict[str, Any]], title: str) -> Any:
     plain = {"linewidth": 2} if window == 1 else {"linewidth": 1, "alpha": 0.3}
     axes.plot(steps[thin], losses[thin], color="tab:blue", label="each logged step", **plain)
     if window > 1:
-        axes.plot(steps[thin], mean[thin], color="tab:blue", linewidth=2, label=f"mean of the last {window}")
+        axes.plot(
+            steps[thin],
+            mean[thin],
+            color="tab:blue",
+            linewidth=2,
+            label=f"mean of the last {window}",
+        )
     marks = {"marker": "o", "markersize": 4}
     if evaluated:
         axes.plot(
@@ -160,7 +166,11 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _chart(
-    left: float, width: float, title: str, curves: list[tuple[str, list[tuple[float, float]]]], height: float = 170
+    left: float,
+    width: float,
+    title: str,
+    curves: list[tuple[str, list[tuple[float, float]]]],
+    height: float = 170,
 ) -> str:
     "One pair of axes: `curves` are a colour and points each; of the first a line is drawn, of others dots on a line."
     points = [p for _, curve in curves for p in curve]
@@ -169,7 +179,12 @@ def _chart(
     (x0, x1), (y0, y1) = ((min(p[i] for p in points), max(p[i] for p in points)) for i in (0, 1))
     x1, pad = max(x1, x0 + 1), (y1 - y0) * 0.06 or abs(y1) * 0.1 or 1.0
     y0, y1 = y0 - pad, y1 + pad
-    place = lambda p: (left + 46 + (p[0] - x0) / (x1 - x0) * (width - 56), 18 + (y1 - p[1]) / (y1 - y0) * (height - 42))  # noqa: E731
+
+    def place(point):
+        across = (point[0] - x0) / (x1 - x0)
+        up = (y1 - point[1]) / (y1 - y0)
+        return left + 46 + across * (width - 56), 18 + up * (height - 42)
+
     parts = [f'<text x="{left + 46}" y="11" font-weight="bold">{title}</text>']
     for y in _ticks(y0, y1, 3):
         at = place((x0, y))[1]
@@ -179,13 +194,17 @@ def _chart(
         parts.append(f'<text x="{left + 41}" y="{at + 3.5:.1f}" text-anchor="end">{y:.4g}</text>')
     for x in _ticks(x0, x1, max(2, int(width // 110))):
         if x == int(x):
-            parts.append(f'<text x="{place((x, y0))[0]:.1f}" y="{height - 10}" text-anchor="middle">{int(x):,}</text>')
+            parts.append(
+                f'<text x="{place((x, y0))[0]:.1f}" y="{height - 10}" text-anchor="middle">{int(x):,}</text>'
+            )
     for number, (color, curve) in enumerate(curves):
         placed = [place(p) for p in curve]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
         if number or len(placed) == 1:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in placed]
+            parts += [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in placed
+            ]
     return "".join(parts)
 
 

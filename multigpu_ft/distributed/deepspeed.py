@@ -47,13 +47,21 @@ class Accelerated(Single):
             raise ConfigError(
                 "strategy='accelerate' computes in fp16 by autocast, which Accelerate has for GPUs only; use dtype='bf16' or 'fp32', or strategy='ddp'."
             )
-        ways = [DistributedDataParallelKwargs(gradient_as_bucket_view=True), GradScalerKwargs(enabled=False)]
+        ways = [
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            GradScalerKwargs(enabled=False),
+        ]
         self.accelerator = Accelerator(
-            mixed_precision=_PRECISION[self.dtype], cpu=self.world.device.type == "cpu", kwargs_handlers=ways
+            mixed_precision=_PRECISION[self.dtype],
+            cpu=self.world.device.type == "cpu",
+            kwargs_handlers=ways,
         )
 
     def prepare(
-        self, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], streamed: bool = False
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        streamed: bool = False,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._streamed = streamed
         self.model = model
@@ -127,13 +135,18 @@ class ZeRO(Accelerated):
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
         vectors = max((p.numel() for p in model.parameters() if p.ndim <= 1), default=0)
         self.settings = zero_settings(
-            self.cfg, self.world.size, _PRECISION[self.dtype].replace("no", "fp32"), trained, 1 + vectors
+            self.cfg,
+            self.world.size,
+            _PRECISION[self.dtype].replace("no", "fp32"),
+            trained,
+            1 + vectors,
         )
         try:
             DeepSpeedZeroConfig(**self.settings["zero_optimization"])
         except ValidationError as error:
             said = "; ".join(
-                f"zero_optimization.{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
+                f"zero_optimization.{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}"
+                for e in error.errors()
             )
             raise ConfigError(
                 f"deepspeed_config={self.cfg.deepspeed_config!r}: {said}; correct or remove it."
@@ -142,13 +155,20 @@ class ZeRO(Accelerated):
         init_distributed(
             dist_backend="gloo" if cpu else "nccl", auto_mpi_discovery=False
         )  # on the process group that is there
-        PartialState(cpu=cpu)  # with DeepSpeed and without a GPU, Accelerate would believe to be alone
+        PartialState(
+            cpu=cpu
+        )  # with DeepSpeed and without a GPU, Accelerate would believe to be alone
         plugin = DeepSpeedPlugin(hf_ds_config=self.settings, zero3_init_flag=False)
-        self.accelerator = Accelerator(mixed_precision=_PRECISION[self.dtype], deepspeed_plugins=plugin)
+        self.accelerator = Accelerator(
+            mixed_precision=_PRECISION[self.dtype], deepspeed_plugins=plugin
+        )
         unset_hf_deepspeed_config()  # else transformers would cut up every model that is made from now on, also that which one rank makes for the export
 
     def prepare(
-        self, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], streamed: bool = False
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        streamed: bool = False,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._streamed = streamed
         self._connect(model)
@@ -165,7 +185,11 @@ class ZeRO(Accelerated):
         for unit in (*transformer_blocks(model.model), model):
             originals = self._place(unit, done)
             for p in unit.parameters():
-                if p.is_floating_point() and not hasattr(p, "ds_id") and not hasattr(p, "quant_state"):
+                if (
+                    p.is_floating_point()
+                    and not hasattr(p, "ds_id")
+                    and not hasattr(p, "quant_state")
+                ):
                     p.data = p.data.to(self.dtype)
             if self.stage == 3:
                 Init(module=unit, config_dict_or_path=self.settings, dtype=self.dtype)
@@ -201,7 +225,9 @@ class ZeRO(Accelerated):
         ):  # with an optimizer in host memory it leaves them as they are, infinities included, to add the next ones to
             for group in zero.averaged_gradients:
                 zero.averaged_gradients[group] = None
-        norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float64, device=self.world.device)
+        norm = torch.as_tensor(
+            self.engine.get_global_grad_norm(), dtype=torch.float64, device=self.world.device
+        )
         self._finite = norm.isfinite()
         return norm
 
@@ -215,13 +241,17 @@ class ZeRO(Accelerated):
         gradients = {1: 4 * trained, 2: 4 * trained / self.world.size, 3: 0}[
             self.stage
         ]  # stage 3 has their place already
-        return whole + gradients + (0 if self.cfg.offload != "none" else 8 * trained / self.world.size)
+        return (
+            whole + gradients + (0 if self.cfg.offload != "none" else 8 * trained / self.world.size)
+        )
 
     def _flat(self) -> list[torch.Tensor]:
         "The lines of fp32 weights that the optimizer updates, one a group."
         return getattr(
             self.engine.optimizer,
-            "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups",
+            "fp32_partitioned_groups_flat"
+            if self.stage == 3
+            else "single_partition_of_fp32_groups",
         )
 
     def _stretch(self, p: nn.Parameter) -> tuple[int, int]:
@@ -243,7 +273,9 @@ class ZeRO(Accelerated):
         else:
             group, start = p._hp_mapping.param_group_index, p._hp_mapping.hp_fragment_address.start
         line = self._flat()[group]
-        return (line.detach() if key is None else zero.optimizer.state[line][key]).narrow(0, start, count)
+        return (line.detach() if key is None else zero.optimizer.state[line][key]).narrow(
+            0, start, count
+        )
 
     def state_parts(self) -> tuple[dict[str, TensorShard], dict[str, Any]]:
         parts: dict[str, TensorShard] = {}
@@ -275,16 +307,22 @@ class ZeRO(Accelerated):
                 saved.fill(TensorShard(p, 0, list(p.shape)), f"model/{name}")
         for name, p in trained.items():
             self._fill(p, None, saved, f"model/{name}")
-        if optimizer and (held := {found.rpartition("/")[2] for found in saved.names("optimizer/")}):
+        if optimizer and (
+            held := {found.rpartition("/")[2] for found in saved.names("optimizer/")}
+        ):
             if not _ADAM <= held:
                 raise CheckpointError(
                     f"its optimizer has {', '.join(sorted(held))} and AdamW under {self.name} needs {', '.join(sorted(_ADAM))}; use resume_scope='weights'"
                 )
-            made = saved.whole(next(found for found in saved.names("optimizer/") if found.endswith("/step")))
+            made = saved.whole(
+                next(found for found in saved.names("optimizer/") if found.endswith("/step"))
+            )
             for line in self._flat():
                 self.engine.optimizer.optimizer.state[line] = {
                     "step": made.to(line.device, copy=True),
-                    **{key: torch.zeros_like(line, requires_grad=False) for key in _ADAM - {"step"}},
+                    **{
+                        key: torch.zeros_like(line, requires_grad=False) for key in _ADAM - {"step"}
+                    },
                 }
             for name, p in trained.items():
                 for key in sorted(_ADAM - {"step"}):
@@ -294,7 +332,10 @@ class ZeRO(Accelerated):
     def _fill(self, p: nn.Parameter, key: str | None, saved: SavedParts, name: str) -> None:
         if (values := self._values(p, key)) is not None:
             saved.fill(
-                TensorShard(values, self._stretch(p)[0], list(getattr(p, "ds_shape", p.shape)), spread=True), name
+                TensorShard(
+                    values, self._stretch(p)[0], list(getattr(p, "ds_shape", p.shape)), spread=True
+                ),
+                name,
             )
 
     def _refresh(self, trained: list[nn.Parameter]) -> None:

@@ -99,7 +99,9 @@ SUB_GROUP = 100_000_000  # elements of a rank's share that ZeRO-3 updates at onc
 _BUCKET = 50_000_000  # elements whose gradients are sent at once; DeepSpeed's own ten times as many take 2 GB
 
 
-def _answers(cfg: RunConfig, world_size: int | None, dtype: str | None) -> dict[str, tuple[Any, str]]:
+def _answers(
+    cfg: RunConfig, world_size: int | None, dtype: str | None
+) -> dict[str, tuple[Any, str]]:
     "What `cfg` says to keys of the JSON, and the field that says it."
     precision = dtype or (None if cfg.dtype == "auto" else cfg.dtype)
     answers: dict[str, tuple[Any, str]] = {
@@ -121,7 +123,10 @@ def _answers(cfg: RunConfig, world_size: int | None, dtype: str | None) -> dict[
             answers[f"{name}.enabled"] = precision == name, f"dtype={cfg.dtype!r}"
     if world_size:
         rows = cfg.batch_size * cfg.accum_steps * world_size
-        answers["train_batch_size"] = rows, f"batch_size × accum_steps × {world_size} process(es) = {rows}"
+        answers["train_batch_size"] = (
+            rows,
+            f"batch_size × accum_steps × {world_size} process(es) = {rows}",
+        )
     return answers
 
 
@@ -132,11 +137,17 @@ def _all_auto(section: Any) -> bool:
 def _leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found = {}
     for key, value in section.items():
-        found.update(_leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+        found.update(
+            _leaves(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 
-def read_zero_config(cfg: RunConfig, world_size: int | None = None, dtype: str | None = None) -> dict[str, Any]:
+def read_zero_config(
+    cfg: RunConfig, world_size: int | None = None, dtype: str | None = None
+) -> dict[str, Any]:
     """The settings of `cfg.deepspeed_config` that `cfg` does not say itself, as DeepSpeed takes them; none without such a file.
 
     Raises `ConfigError` for a file that cannot be read, for keys that contradict `cfg` (on `world_size` ranks in `dtype`, where that is known), that belong to
@@ -148,7 +159,9 @@ def read_zero_config(cfg: RunConfig, world_size: int | None = None, dtype: str |
     owned = {"fp16", "bf16", "train_batch_size", *(key.partition(".")[0] for key in answers)}
     for key, section in settings.items():
         if key in _ELSEWHERE and not _all_auto(section):
-            wrong.append(f'{key} is the business of {_ELSEWHERE[key]}: remove it, or give it the value "auto"')
+            wrong.append(
+                f'{key} is the business of {_ELSEWHERE[key]}: remove it, or give it the value "auto"'
+            )
         elif key in _NOT_HERE:
             wrong.append(f"{key} is not used by this package; remove it")
         elif key not in (*_ELSEWHERE, *_NOT_HERE, *_DEEPSPEED_ONLY, *owned):
@@ -162,12 +175,16 @@ def read_zero_config(cfg: RunConfig, world_size: int | None = None, dtype: str |
     for key, value in _leaves(settings).items():
         inner = key.removeprefix("zero_optimization.")
         if inner != key and inner not in _OF_ZERO:
-            wrong.append(f"{key} is not used by this package{did_you_mean(inner, _OF_ZERO)}; remove it")
+            wrong.append(
+                f"{key} is not used by this package{did_you_mean(inner, _OF_ZERO)}; remove it"
+            )
         if value == "auto":
             continue
         if key in answers and answers[key][0] != value:
             means = f"{answers[key][1]} means {json.dumps(answers[key][0])}"
-            wrong.append(f'{key} is {json.dumps(value)}, but {means}: make them agree, or give it the value "auto"')
+            wrong.append(
+                f'{key} is {json.dumps(value)}, but {means}: make them agree, or give it the value "auto"'
+            )
         elif key.startswith(("fp16.", "bf16.")) and not key.endswith(".enabled"):
             wrong.append(
                 f"{key}: the loss scale is kept here, by the rule of torch.amp.GradScaler, as under every strategy: remove it"
@@ -198,7 +215,9 @@ def _parse(cfg: RunConfig) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{_said(cfg)} is not valid JSON: {error}.") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{_said(cfg)} holds a {type(settings).__name__}, not an object with DeepSpeed's settings.")
+        raise ConfigError(
+            f"{_said(cfg)} holds a {type(settings).__name__}, not an object with DeepSpeed's settings."
+        )
     return settings
 
 

@@ -18,7 +18,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .weights import check_packed, let_go, packed_outputs, receive, trim_heap
-from .world import TensorShard, SavedParts, World, compute_dtype, free_bytes, local_part, part_of
+from multigpu_ft.distributed.world import (
+    TensorShard,
+    SavedParts,
+    World,
+    compute_dtype,
+    free_bytes,
+    local_part,
+    part_of,
+)
 from ..models.blocks import transformer_blocks
 from ..models.quantization import packed_layers, to_evaluation_mode
 from ..run.config import RunConfig
@@ -41,11 +49,17 @@ class LossScale:
             return
         good = torch.where(skipped, 0, self._good_steps + 1)
         grow = good >= _STEPS_UNTIL_GROWTH
-        self.value = torch.where(skipped, self.value / 2, torch.where(grow, self.value * 2, self.value))
+        self.value = torch.where(
+            skipped, self.value / 2, torch.where(grow, self.value * 2, self.value)
+        )
         self._good_steps = torch.where(grow, 0, good)
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value.item(), "good_steps": self._good_steps.item()} if self.enabled else {}
+        return (
+            {"value": self.value.item(), "good_steps": self._good_steps.item()}
+            if self.enabled
+            else {}
+        )
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if self.enabled and state:
@@ -65,16 +79,19 @@ class Single:
         self.cfg, self.world = cfg, world
         self.dtype = compute_dtype(cfg.dtype, world.device)
         self.loss_scale = LossScale(world.device, enabled=self.dtype == torch.float16)
-        self.window = (
-            True  # whether parameters stay whole, and gradients unreduced, from one micro-batch of a step to the next
-        )
+        self.window = True  # whether parameters stay whole, and gradients unreduced, from one micro-batch of a step to the next
         self._shards = 1  # ranks that a parameter is spread over
         self._finite = torch.tensor(True, device=world.device)
-        self.skipped = torch.tensor(0, device=world.device)  # steps skipped because of a gradient that was not finite
+        self.skipped = torch.tensor(
+            0, device=world.device
+        )  # steps skipped because of a gradient that was not finite
         self.skipped_in_a_row = torch.tensor(0, device=world.device)
 
     def prepare(
-        self, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], streamed: bool = False
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        streamed: bool = False,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Place and wrap `model`, a `LossModel` or `ClassifierLoss`, then make its optimizer. If `streamed`, only rank 0's has weights, and sends them.
 
@@ -115,15 +132,22 @@ class Single:
             else MixedPrecisionPolicy()
         )
         self.model, blocks, done = model, transformer_blocks(model.model), set()
-        whole = sum(p.numel() * (self.dtype.itemsize + 4 * p.requires_grad) for p in model.parameters())
+        whole = sum(
+            p.numel() * (self.dtype.itemsize + 4 * p.requires_grad) for p in model.parameters()
+        )
         for unit in (*blocks, model):
             originals = self._place(unit, done)
             outputs = self._packed_outputs(unit) if self._shards > 1 and unit is not model else {}
             # where a shard is the whole, what is frozen and has its dtype already needs no FSDP
-            frozen = {p for p in unit.parameters() if not p.requires_grad} if self._shards == 1 else None
+            frozen = (
+                {p for p in unit.parameters() if not p.requires_grad} if self._shards == 1 else None
+            )
             # the root's inputs are token ids, and the factor of the loss, which must stay in fp32
             fully_shard(
-                unit, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=unit is not model), ignored_params=frozen
+                unit,
+                mesh=mesh,
+                mp_policy=replace(policy, cast_forward_inputs=unit is not model),
+                ignored_params=frozen,
             )
             if outputs:
                 unit.unshard()
@@ -140,7 +164,9 @@ class Single:
             after.set_modules_to_backward_prefetch([block])
         self.window = self._choose_window(whole)
         for block in blocks:
-            block.set_reshard_after_forward(self.cfg.sharding != "shard_grad_op" and not self.window)
+            block.set_reshard_after_forward(
+                self.cfg.sharding != "shard_grad_op" and not self.window
+            )
         return model
 
     def _make_mesh(self) -> Any:
@@ -207,7 +233,9 @@ class Single:
             [torch.linalg.vector_norm(g.float(), dim=-1).double().square().sum() for g in gradients]
         ).sum()
         if self.world.size > 1:
-            dist.all_reduce(squares)  # with whole gradients on every rank only to agree on infinities
+            dist.all_reduce(
+                squares
+            )  # with whole gradients on every rank only to agree on infinities
             squares /= self.world.size // self._shards
         norm = squares.sqrt() / self.loss_scale.value
         self._finite = norm.isfinite()
@@ -266,9 +294,16 @@ class Single:
     def state_parts(self) -> tuple[dict[str, TensorShard], dict[str, Any]]:
         "What is to be saved: `model/NAME` and `optimizer/NAME/KEY` as parts, and of the optimizer `NAME/KEY` that is a mere number."
         kept, state = self.kept(), self.optimizer.state
-        held = {f"{name}/{key}": value for name, p in kept.items() if p in state for key, value in state[p].items()}
+        held = {
+            f"{name}/{key}": value
+            for name, p in kept.items()
+            if p in state
+            for key, value in state[p].items()
+        }
         tensors = {f"model/{name}": p.detach() for name, p in kept.items()}
-        tensors |= {f"optimizer/{name}": value for name, value in held.items() if torch.is_tensor(value)}
+        tensors |= {
+            f"optimizer/{name}": value for name, value in held.items() if torch.is_tensor(value)
+        }
         return {name: part_of(tensor) for name, tensor in tensors.items()}, {
             name: value for name, value in held.items() if not torch.is_tensor(value)
         }
@@ -295,9 +330,13 @@ class Single:
                 count += 1
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _saved_state(self, p: nn.Parameter, name: str, saved: "SavedParts", numbers: dict[str, Any]) -> dict[str, Any]:
+    def _saved_state(
+        self, p: nn.Parameter, name: str, saved: "SavedParts", numbers: dict[str, Any]
+    ) -> dict[str, Any]:
         prefix = f"optimizer/{name}/"
-        mine: dict[str, Any] = {n.rpartition("/")[2]: v for n, v in numbers.items() if n.startswith(f"{name}/")}
+        mine: dict[str, Any] = {
+            n.rpartition("/")[2]: v for n, v in numbers.items() if n.startswith(f"{name}/")
+        }
         for found in saved.names(prefix):
             key = found.removeprefix(prefix)
             if saved.shape(found) == list(p.shape) and p.ndim:

@@ -38,7 +38,9 @@ def make_4bit(model: nn.Module, names: list[str], dtype: torch.dtype) -> None:
     for name in names:
         old = model.get_submodule(name)
         ends = (
-            (old.in_features, old.out_features) if hasattr(old, "in_features") else tuple(old.weight.shape)
+            (old.in_features, old.out_features)
+            if hasattr(old, "in_features")
+            else tuple(old.weight.shape)
         )  # GPT-2's Conv1D has no names for them
         new = Linear4bit(
             *ends,
@@ -85,15 +87,24 @@ def receive(
     spots = list(places(unit, leave))
     # which places share a tensor is rank 0's to say: weights that a file holds apart are not tied, whatever the shell believes
     described = [
-        [(id(getattr(module, kind)[name]), *_describe(module, kind, name)) for module, kind, name in spots]
+        [
+            (id(getattr(module, kind)[name]), *_describe(module, kind, name))
+            for module, kind, name in spots
+        ]
         if is_main
         else None
     ]
     dist.broadcast_object_list(described, src=0)
-    for (module, kind, name), (tensor, shape, dtype, state) in zip(spots, described[0], strict=True):
+    for (module, kind, name), (tensor, shape, dtype, state) in zip(
+        spots, described[0], strict=True
+    ):
         old = getattr(module, kind)[name]
         if tensor not in known:
-            data = old.detach().to(device) if is_main else torch.empty(shape, dtype=dtype, device=device)
+            data = (
+                old.detach().to(device)
+                if is_main
+                else torch.empty(shape, dtype=dtype, device=device)
+            )
             if cut_for > 1 and kind == "_parameters" and shape:
                 _send_rows(data, rank, cut_for)
                 let_go([old])  # its own rows rank 0 will read from the file once more
@@ -102,7 +113,11 @@ def receive(
             if state is not None:
                 new: Any = _repack(data, state, module, device)
             else:
-                new = nn.Parameter(data, requires_grad=old.requires_grad) if kind == "_parameters" else data
+                new = (
+                    nn.Parameter(data, requires_grad=old.requires_grad)
+                    if kind == "_parameters"
+                    else data
+                )
             known[tensor] = new, old
         getattr(module, kind)[name] = known[tensor][0]
     return [old for _, old in known.values() if isinstance(old, nn.Parameter)] if is_main else []
@@ -132,9 +147,14 @@ def let_go(tensors: list[torch.Tensor]) -> None:
     page, files = mmap.PAGESIZE, list(_mapped_files())
     for tensor in tensors:
         begin = tensor.data_ptr() if tensor.device.type == "cpu" else 0
-        first, after = -(-begin // page) * page, (begin + tensor.numel() * tensor.element_size()) // page * page
+        first, after = (
+            -(-begin // page) * page,
+            (begin + tensor.numel() * tensor.element_size()) // page * page,
+        )
         if first < after and any(low <= first and after <= high for low, high in files):
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(after - first), mmap.MADV_DONTNEED)
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(first), ctypes.c_size_t(after - first), mmap.MADV_DONTNEED
+            )
 
 
 def release_memory() -> None:
@@ -172,21 +192,30 @@ def _mapped_files() -> Iterator[tuple[int, int]]:
                 yield int(low, 16), int(high, 16)
 
 
-def _describe(module: nn.Module, kind: str, name: str) -> tuple[torch.Size, torch.dtype, dict[str, Any] | None]:
+def _describe(
+    module: nn.Module, kind: str, name: str
+) -> tuple[torch.Size, torch.dtype, dict[str, Any] | None]:
     tensor = getattr(module, kind)[name]
     if not hasattr(tensor, "quant_state"):
         return tensor.shape, tensor.dtype, None
     return (
         tensor.shape,
         tensor.dtype,
-        {key: value.cpu() if torch.is_tensor(value) else value for key, value in tensor.quant_state.as_dict().items()},
+        {
+            key: value.cpu() if torch.is_tensor(value) else value
+            for key, value in tensor.quant_state.as_dict().items()
+        },
     )
 
 
-def _repack(data: torch.Tensor, state: dict[str, Any], module: nn.Module, device: torch.device) -> nn.Parameter:
+def _repack(
+    data: torch.Tensor, state: dict[str, Any], module: nn.Module, device: torch.device
+) -> nn.Parameter:
     from bitsandbytes.nn import Params4bit
 
-    return Params4bit.from_prequantized(data, state, requires_grad=False, device=device, module=module)
+    return Params4bit.from_prequantized(
+        data, state, requires_grad=False, device=device, module=module
+    )
 
 # %% ../../nbs/distributed/02_weights.ipynb #f0984e58
 def packed_outputs(unit: nn.Module) -> dict[str, torch.Tensor]:
@@ -194,7 +223,11 @@ def packed_outputs(unit: nn.Module) -> dict[str, torch.Tensor]:
     outputs = {}
     for name, layer in packed_layers(unit).items():
         rows = torch.linspace(
-            -1, 1, 2 * layer.in_features, device=layer.weight.device, dtype=layer.compute_dtype or torch.float32
+            -1,
+            1,
+            2 * layer.in_features,
+            device=layer.weight.device,
+            dtype=layer.compute_dtype or torch.float32,
         ).view(2, -1)
         with torch.no_grad():
             outputs[name] = layer(rows).float()
@@ -204,7 +237,9 @@ def packed_outputs(unit: nn.Module) -> dict[str, torch.Tensor]:
 def check_packed(unit: nn.Module, expected: dict[str, torch.Tensor]) -> None:
     "Raise `ModelError` if a packed layer of `unit`, whole again, computes other than the `expected` outputs it had before."
     for name, output in packed_outputs(unit).items():
-        if not torch.allclose(output, expected[name], rtol=1e-2, atol=1e-3 * float(expected[name].abs().max())):
+        if not torch.allclose(
+            output, expected[name], rtol=1e-2, atol=1e-3 * float(expected[name].abs().max())
+        ):
             raise ModelError(
                 f"the 4-bit layer {name} does not compute under fsdp what it computes alone: its packed weights did not survive sharding. "
                 "Use strategy='ddp', or tuning='lora' with quantization='none', and report the versions of torch and bitsandbytes."

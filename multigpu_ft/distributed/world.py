@@ -70,13 +70,16 @@ class World:
         return total.item()
 
 
-_AGENT_FIRST_S = 5  # the agent's watchdog knows which rank hangs; a collective's own timeout only that one does
+_AGENT_FIRST_S = (
+    5  # the agent's watchdog knows which rank hangs; a collective's own timeout only that one does
+)
 
 
 def join_world(cfg: RunConfig) -> World:
     "Join the process group that torchrun's environment variables describe; one that is there already is used as it is."
     rank, local_rank, size = (
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )
     nproc = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     cuda = torch.cuda.is_available()
@@ -138,12 +141,19 @@ def part_of(tensor: torch.Tensor) -> TensorShard:
     values = local_part(tensor)
     if not is_spread(tensor):
         return TensorShard(values, 0, list(tensor.shape))
-    mesh, shard = tensor.device_mesh, next(i for i, p in enumerate(tensor.placements) if p.is_shard())
+    mesh, shard = (
+        tensor.device_mesh,
+        next(i for i, p in enumerate(tensor.placements) if p.is_shard()),
+    )
     per_rank = -(-tensor.shape[0] // mesh.size(shard))  # as torch.chunk cuts, and so FSDP
     first_row = min(tensor.shape[0], per_rank * mesh.get_coordinate()[shard])
     copy = mesh.get_coordinate()[0] if shard else 0  # the shards are the last dimension of the mesh
     return TensorShard(
-        values, first_row * (tensor.numel() // max(1, tensor.shape[0])), list(tensor.shape), spread=True, copy=copy
+        values,
+        first_row * (tensor.numel() // max(1, tensor.shape[0])),
+        list(tensor.shape),
+        spread=True,
+        copy=copy,
     )
 
 
@@ -167,6 +177,11 @@ class SavedParts(Protocol):
 def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
     "The arrays of `collate` as tensors on `device`."
     tensors = {name: torch.from_numpy(array) for name, array in micro_batch.items()}
-    if device.type == "cuda":  # from other than pinned memory a copy waits for what the GPU has in its queue
-        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+    if (
+        device.type == "cuda"
+    ):  # from other than pinned memory a copy waits for what the GPU has in its queue
+        return {
+            name: tensor.pin_memory().to(device, non_blocking=True)
+            for name, tensor in tensors.items()
+        }
     return tensors

@@ -42,8 +42,16 @@ def _find_subjects(
 ) -> list[FineTuned]:
     if hf_repo is not None:
         if runs or checkpoint is not None:
-            raise ConfigError("hf_repo names a fine-tuned model, and so does a run or a checkpoint; give one of them.")
-        return [export_subject(fetch_export(hf_repo), hf_repo.partition("@")[0].rstrip("/").rpartition("/")[2], base)]
+            raise ConfigError(
+                "hf_repo names a fine-tuned model, and so does a run or a checkpoint; give one of them."
+            )
+        return [
+            export_subject(
+                fetch_export(hf_repo),
+                hf_repo.partition("@")[0].rstrip("/").rpartition("/")[2],
+                base,
+            )
+        ]
     if not runs and (base is None or checkpoint is None):
         raise ConfigError(
             "nothing to evaluate: name a run, or a base and a checkpoint that was made from it, or an hf_repo."
@@ -72,7 +80,9 @@ def _make_plan(
     newest, remarks = subjects[-1], []
     made_from = newest.config
     if base is not None and not _same(base, made_from.model):
-        remarks.append(f"{newest.name} was made from {made_from.model}, and is compared with {base}.")
+        remarks.append(
+            f"{newest.name} was made from {made_from.model}, and is compared with {base}."
+        )
         made_from = made_from.replace(model=base, revision=None)
     computed = of_the_model(made_from, **_given(computing))
     if _given(rows):
@@ -109,7 +119,9 @@ def _same(one: str, other: str) -> bool:
     return one == other or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())
 
 
-def _report_folder(subjects: list[FineTuned], runs: list[RunDir], hf_repo: str | None, run_root: str | None) -> Path:
+def _report_folder(
+    subjects: list[FineTuned], runs: list[RunDir], hf_repo: str | None, run_root: str | None
+) -> Path:
     "Where the report goes if nobody says: into the run; of a series into its folder; of a model without a run to the runs, under its own name."
     newest = subjects[-1]
     series = {run.path.parent for run in runs}
@@ -203,7 +215,12 @@ def evaluate(
     plan = _make_plan(
         subjects,
         base,
-        rows={"dataset": dataset, "start_idx": start_idx, "end_idx": end_idx, "dataset_split": dataset_split},
+        rows={
+            "dataset": dataset,
+            "start_idx": start_idx,
+            "end_idx": end_idx,
+            "dataset_split": dataset_split,
+        },
         fields={
             "text_field": text_field,
             "text_pair_field": text_pair_field,
@@ -216,7 +233,12 @@ def evaluate(
             "start_idx": forgetting_start_idx,
             "end_idx": forgetting_end_idx,
         },
-        computing={"max_length": max_length, "batch_size": batch_size, "strategy": strategy, "dtype": dtype},
+        computing={
+            "max_length": max_length,
+            "batch_size": batch_size,
+            "strategy": strategy,
+            "dtype": dtype,
+        },
         samples=samples,
         max_new_tokens=max_new_tokens,
         seed=seed,
@@ -236,13 +258,20 @@ def _measure(plan: Plan, nproc: int | None) -> Measured:
     line = LiveLine()
 
     def show(printed: str) -> None:
-        bars = [part for part in re.split(r"[\r\n]", printed) if part.startswith("[0] ") and part[4:5] in ("█", "░")]
+        bars = [
+            part
+            for part in re.split(r"[\r\n]", printed)
+            if part.startswith("[0] ") and part[4:5] in ("█", "░")
+        ]
         if bars:
             line.show(lambda: f"evaluate: {bars[-1][4:].strip()}")
 
     measured = call(_score, (plan,), nproc, show)
     line.show(
-        lambda: f"evaluate: {len(measured.models)} models scored in {measured.about['seconds']:.0f} s", final=True
+        lambda: (
+            f"evaluate: {len(measured.models)} models scored in {measured.about['seconds']:.0f} s"
+        ),
+        final=True,
     )
     return measured
 
@@ -262,12 +291,19 @@ def _folder(folder: str | Path | None, *whose: Any) -> Path:
 def _keep(report: Path, newest: FineTuned) -> None:
     "Where a run was copied to a place that outlives the session, its report goes there, too."
     kept = Path(newest.run.status().get("kept") or ".") if newest.run else Path()
-    if newest.run and report.parent == newest.run.path and kept not in (Path(), newest.run.path) and kept.is_dir():
+    if (
+        newest.run
+        and report.parent == newest.run.path
+        and kept not in (Path(), newest.run.path)
+        and kept.is_dir()
+    ):
         with suppress(OSError, shutil.Error):
             shutil.copytree(report, kept / report.name, dirs_exist_ok=True)
 
 # %% ../../nbs/evaluation/07_api.ipynb #598e2f00
-def settings_of(namespace: dict[str, Any], function: Callable[..., Any] = evaluate) -> dict[str, Any]:
+def settings_of(
+    namespace: dict[str, Any], function: Callable[..., Any] = evaluate
+) -> dict[str, Any]:
     "The keywords of `function` that a notebook's parameters cell spells out: pass `globals()`. Raises `ConfigError` for a name that is none."
     known, found = signature(function).parameters, {}
     for name, value in plain_values(namespace).items():

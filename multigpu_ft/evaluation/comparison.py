@@ -49,7 +49,9 @@ class Scores:
             **self.predicted,
         }
         if wrong := {
-            name: np.shape(a) for name, a in arrays.items() if a is not None and np.shape(a) != np.shape(self.rows)
+            name: np.shape(a)
+            for name, a in arrays.items()
+            if a is not None and np.shape(a) != np.shape(self.rows)
         }:
             raise ValueError(
                 f"{self.dataset}: there are {len(self.rows):,} examples, but arrays of other shapes: {wrong}."
@@ -122,7 +124,11 @@ def _plain(value: float, digits: int = 3) -> str:
 
 def decimals(estimate: ConfidenceInterval) -> int:
     "So many that the interval has two figures, at least three."
-    half = (estimate.high - estimate.low) / 2 if estimate.low is not None and estimate.high is not None else 0
+    half = (
+        (estimate.high - estimate.low) / 2
+        if estimate.low is not None and estimate.high is not None
+        else 0
+    )
     return min(6, max(3, 1 - math.floor(math.log10(half)))) if half > 0 else 3
 
 
@@ -152,7 +158,10 @@ def _loss_text(
             f"{said} ({CONFIDENCE:.0%} interval {low:.{places}f} to {high:.{places}f}){around}",
         )
     interval = f"{change.low:+.{places}f} to {change.high:+.{places}f}"
-    return NO_DIFFERENCE, f"{said}{around}, but the {CONFIDENCE:.0%} interval of the change, {interval}, has 0 inside"
+    return (
+        NO_DIFFERENCE,
+        f"{said}{around}, but the {CONFIDENCE:.0%} interval of the change, {interval}, has 0 inside",
+    )
 
 
 def _accuracy_text(
@@ -180,10 +189,15 @@ class Comparison:
         finite = {name: np.isfinite(scored.losses[name]) for name in names}
         has_target = scored.targets > 0
         self.kept = has_target & finite[names[0]]
-        self.targets, self.lengths = scored.targets[self.kept].astype(float), scored.lengths[self.kept]
+        self.targets, self.lengths = (
+            scored.targets[self.kept].astype(float),
+            scored.lengths[self.kept],
+        )
         self.losses = {name: scored.losses[name][self.kept] for name in names}
         self.remarks = self._left_out(~has_target, "with nothing to predict")
-        self.remarks += self._left_out(has_target & ~finite[names[0]], f"on which the loss of {names[0]} is not finite")
+        self.remarks += self._left_out(
+            has_target & ~finite[names[0]], f"on which the loss of {names[0]} is not finite"
+        )
         self.results: list[Result] = []
         if task == "classification" and scored.labels is not None:
             num_labels = num_labels or 1 + max(
@@ -202,9 +216,17 @@ class Comparison:
                 if set(pair) <= set(whole)
             )
         )
-        columns = [self.losses[name] for name in whole] + [self.losses[a] - self.losses[b] for a, b in pairs]
-        found = ratio_estimates(np.stack(columns, axis=1), self.targets) if self.count and columns else []
-        self._estimates: dict[Any, ConfidenceInterval] = dict(zip([*whole, *pairs], found, strict=False))
+        columns = [self.losses[name] for name in whole] + [
+            self.losses[a] - self.losses[b] for a, b in pairs
+        ]
+        found = (
+            ratio_estimates(np.stack(columns, axis=1), self.targets)
+            if self.count and columns
+            else []
+        )
+        self._estimates: dict[Any, ConfidenceInterval] = dict(
+            zip([*whole, *pairs], found, strict=False)
+        )
         for i, name in enumerate(names):
             confusion = self.confusions.get(name)
             self.results.append(
@@ -232,7 +254,9 @@ class Comparison:
 
     def _confusion(self, name: str, num_labels: int) -> np.ndarray:
         confusion = np.zeros((num_labels, num_labels))
-        np.add.at(confusion, (self.scores.labels[self.kept], self.scores.predicted[name][self.kept]), 1)
+        np.add.at(
+            confusion, (self.scores.labels[self.kept], self.scores.predicted[name][self.kept]), 1
+        )
         return confusion
 
     def _difference(self, name: str, before: str) -> Difference:
@@ -246,14 +270,22 @@ class Comparison:
             )
         if bad:
             return Difference(
-                WORSE, f"its loss is not finite on {bad:,} of {self.count:,} examples, on which that of {before} is"
+                WORSE,
+                f"its loss is not finite on {bad:,} of {self.count:,} examples, on which that of {before} is",
             )
         change = self._estimates[name, before]
-        verdict, text = _loss_text(change, self._estimates[before], self._estimates[name], self.unit)
+        verdict, text = _loss_text(
+            change, self._estimates[before], self._estimates[name], self.unit
+        )
         extra: dict[str, Any] = {}
         if self.confusions:
             labels, after, earlier = (
-                a[self.kept] for a in (self.scores.labels, self.scores.predicted[name], self.scores.predicted[before])
+                a[self.kept]
+                for a in (
+                    self.scores.labels,
+                    self.scores.predicted[name],
+                    self.scores.predicted[before],
+                )
             )
             gained, lost = (
                 int(((after == labels) & (earlier != labels)).sum()),
@@ -261,10 +293,20 @@ class Comparison:
             )
             shares, p_value = share_difference(gained, lost, self.count), mcnemar(gained, lost)
             verdict, about = _accuracy_text(
-                shares, float((earlier == labels).mean()), float((after == labels).mean()), gained, lost, p_value
+                shares,
+                float((earlier == labels).mean()),
+                float((after == labels).mean()),
+                gained,
+                lost,
+                p_value,
             )
-            text, extra = f"{about}; {text}", {"accuracy": shares, "gained": gained, "lost": lost, "p_value": p_value}
-        return Difference(verdict, f"{text}, on {self.count:,} example{'s' * (self.count != 1)}", change, **extra)
+            text, extra = (
+                f"{about}; {text}",
+                {"accuracy": shares, "gained": gained, "lost": lost, "p_value": p_value},
+            )
+        return Difference(
+            verdict, f"{text}, on {self.count:,} example{'s' * (self.count != 1)}", change, **extra
+        )
 
     @property
     def count(self) -> int:
@@ -286,14 +328,26 @@ class Comparison:
         first, last = self.losses[self.names[0]], self.losses[self.names[-1]]
         if not self.count or not np.isfinite(last).all():
             return []
-        edges = np.unique(np.quantile(self.lengths, np.arange(1, bins) / bins, method="inverted_cdf"))
+        edges = np.unique(
+            np.quantile(self.lengths, np.arange(1, bins) / bins, method="inverted_cdf")
+        )
         place, classes = np.searchsorted(edges, self.lengths, side="left"), []
         for number in np.unique(place):
             inside = place == number
-            found = ratio_estimates(np.stack([first, last, last - first], axis=1)[inside], self.targets[inside], draws)
-            lengths, estimates = self.lengths[inside], dict(zip(("base", "newest", "change"), found, strict=True))
+            found = ratio_estimates(
+                np.stack([first, last, last - first], axis=1)[inside], self.targets[inside], draws
+            )
+            lengths, estimates = (
+                self.lengths[inside],
+                dict(zip(("base", "newest", "change"), found, strict=True)),
+            )
             classes.append(
-                {"from": int(lengths.min()), "to": int(lengths.max()), "examples": int(inside.sum()), **estimates}
+                {
+                    "from": int(lengths.min()),
+                    "to": int(lengths.max()),
+                    "examples": int(inside.sum()),
+                    **estimates,
+                }
             )
         return classes
 
@@ -317,7 +371,9 @@ def texts_seen(model: dict[str, Any]) -> float:
     "How many texts `model` was trained on, each counted once an epoch."
     seen = 0.0
     for s in model.get("trained") or []:
-        part = s["position"] / s["num_rows"] if 0 < s.get("position", 0) < s.get("num_rows", 0) else 0
+        part = (
+            s["position"] / s["num_rows"] if 0 < s.get("position", 0) < s.get("num_rows", 0) else 0
+        )
         seen += (s["end_idx"] - s["start_idx"]) * (s.get("epochs", 1) + part)
     return seen
 
@@ -327,9 +383,16 @@ class Compared:
 
     def __init__(self, measured: Measured) -> None:
         self.measured = measured
-        names, labels = [model["name"] for model in measured.models], len(measured.label_names or [])
+        names, labels = (
+            [model["name"] for model in measured.models],
+            len(measured.label_names or []),
+        )
         self.target = Comparison(measured.target, names, measured.task, labels)
-        self.forgetting = Comparison(measured.forgetting, names, measured.task, labels) if measured.forgetting else None
+        self.forgetting = (
+            Comparison(measured.forgetting, names, measured.task, labels)
+            if measured.forgetting
+            else None
+        )
 
     @property
     def verdict(self) -> str:
@@ -343,7 +406,11 @@ class Compared:
             return 0
         return int(
             np.any(
-                [(rows >= start) & (rows < end) for start, end in trained_spans(self.measured.models[-1])], axis=0
+                [
+                    (rows >= start) & (rows < end)
+                    for start, end in trained_spans(self.measured.models[-1])
+                ],
+                axis=0,
             ).sum()
         )
 
@@ -364,7 +431,10 @@ class Compared:
         "The verdict on the target set in a line."
         to_base = self.target.newest.to_base
         return ". ".join(
-            [*self.warnings, f"{self.verdict}: {to_base.text if to_base else 'only one model was measured'}"]
+            [
+                *self.warnings,
+                f"{self.verdict}: {to_base.text if to_base else 'only one model was measured'}",
+            ]
         )
 
     @cached_property
@@ -379,9 +449,17 @@ class Compared:
     @cached_property
     def summary(self) -> str:
         "Both verdicts in a paragraph: which model, on what, how much."
-        first, last, target = self.measured.models[0]["name"], self.measured.models[-1], self.measured.target
+        first, last, target = (
+            self.measured.models[0]["name"],
+            self.measured.models[-1],
+            self.measured.target,
+        )
         spans = ", ".join(_span(*s) for s in trained_spans(last))
-        of = f" of {self.measured.about['trained_dataset']}" if self.measured.about.get("trained_dataset") else ""
+        of = (
+            f" of {self.measured.about['trained_dataset']}"
+            if self.measured.about.get("trained_dataset")
+            else ""
+        )
         trained = f", trained on rows {spans}{of}," if spans else ""
         said = f"{last['name']}{trained} against {first} on {target.dataset}, rows {_span(target.start_idx, target.end_idx)}: {self.headline}."
         line = self.forgetting_line

@@ -27,7 +27,9 @@ def held_out_rows(subjects: list[FineTuned]) -> tuple[RunConfig, str]:
     cfg = newest.config
     own = evaluation_config(newest.run.config()) if newest.run else None
     if own:
-        return of_the_model(own, tuning=cfg.tuning, **_span(own)), "on which the run evaluates itself"
+        return of_the_model(
+            own, tuning=cfg.tuning, **_span(own)
+        ), "on which the run evaluates itself"
     trained = [(s["start_idx"], s["end_idx"]) for subject in subjects for s in subject.trained]
     if not trained:
         raise ConfigError(
@@ -41,7 +43,9 @@ def held_out_rows(subjects: list[FineTuned]) -> tuple[RunConfig, str]:
             cfg, start_idx=last, end_idx=min(last + rows, num_rows or last + rows)
         ), "which come after all trained rows"
     if first > 0:
-        return of_the_model(cfg, start_idx=max(0, first - rows), end_idx=first), "which come before all trained rows"
+        return of_the_model(
+            cfg, start_idx=max(0, first - rows), end_idx=first
+        ), "which come before all trained rows"
     start, end = trained[-1]
     return of_the_model(cfg, start_idx=start, end_idx=min(end, start + _ROWS)), NOTHING_HELD_OUT
 
@@ -69,7 +73,13 @@ def named_rows(cfg: RunConfig, **given: Any) -> RunConfig:
         {"dataset_split": "train", "dataset_revision": None} if other else {}
     )  # those of the run are its own dataset's
     chosen = of_the_model(
-        cfg, **{**elsewhere, "start_idx": 0, "slice_size": _ROWS, **{k: v for k, v in given.items() if v is not None}}
+        cfg,
+        **{
+            **elsewhere,
+            "start_idx": 0,
+            "slice_size": _ROWS,
+            **{k: v for k, v in given.items() if v is not None},
+        },
     )
     num_rows = count_rows(chosen)
     return chosen if num_rows is None else chosen.replace(end_idx=chosen.slice_end(num_rows))
@@ -120,7 +130,11 @@ def _rows(cfg: RunConfig) -> str:
 def shown_data(cfg: RunConfig, beside: RunConfig | None = None) -> str:
     "`cfg`'s dataset as a report names it: a file without its folder, which is nobody's business; but in full if it only looks like that of `beside`."
     name = Path(cfg.dataset).name if Path(cfg.dataset).is_file() else cfg.dataset
-    if beside is None or cfg.dataset == beside.dataset and cfg.dataset_split == beside.dataset_split:
+    if (
+        beside is None
+        or cfg.dataset == beside.dataset
+        and cfg.dataset_split == beside.dataset_split
+    ):
         return name
     if cfg.dataset == beside.dataset:
         return f"{name}, split {cfg.dataset_split}"

@@ -72,7 +72,10 @@ def _names(comparison: Comparison) -> tuple[str, str, str]:
 
 def _sets(compared: Compared) -> list[tuple[Comparison, str]]:
     "The sets that have numbers, with the colour of the newest model on each."
-    found = [(compared.target, _NEWEST), *([(compared.forgetting, _SECOND)] if compared.forgetting else [])]
+    found = [
+        (compared.target, _NEWEST),
+        *([(compared.forgetting, _SECOND)] if compared.forgetting else []),
+    ]
     return [(comparison, color) for comparison, color in found if comparison.count]
 
 
@@ -81,13 +84,23 @@ def _title(comparison: Comparison, color: str) -> str:
 
 # %% ../../nbs/evaluation/05_plots.ipynb #f251c126
 def _loss_picture(compared: Compared) -> Any:
-    sets = [(comparison, color) for comparison, color in _sets(compared) if any(map(_level, comparison.results))]
+    sets = [
+        (comparison, color)
+        for comparison, color in _sets(compared)
+        if any(map(_level, comparison.results))
+    ]
     if not sets:
         return None
     shown = min(_MOST, len(compared.measured.models))
-    figure, axes = _figure(len(sets) * (1.15 + 0.3 * shown), len(sets), 2, sharey="row", width_ratios=[3, 2])
+    figure, axes = _figure(
+        len(sets) * (1.15 + 0.3 * shown), len(sets), 2, sharey="row", width_ratios=[3, 2]
+    )
     for (left, right), (comparison, color) in zip(axes, sets, strict=True):
-        results = comparison.results[:1] + comparison.results[1:][1 - shown :] if shown > 1 else comparison.results[:1]
+        results = (
+            comparison.results[:1] + comparison.results[1:][1 - shown :]
+            if shown > 1
+            else comparison.results[:1]
+        )
         level_name, unit, better = _names(comparison)
         top = max(_high(level) for result in results if (level := _level(result)))
         for place, result in enumerate(results):
@@ -104,7 +117,9 @@ def _loss_picture(compared: Compared) -> Any:
                 left.text(0, place, " not finite", va="center", fontsize=9)
                 continue
             left.barh(place, level.value, color=tint, height=0.62)
-            left.errorbar(level.value, place, xerr=_reach(level), color="black", capsize=3, linewidth=1.2)
+            left.errorbar(
+                level.value, place, xerr=_reach(level), color="black", capsize=3, linewidth=1.2
+            )
             left.text(
                 _high(level) + 0.015 * top,
                 place,
@@ -153,12 +168,18 @@ def _differences_picture(compared: Compared) -> Any:
         pad = 0.05 * (high - low) or 0.05
         low, high = min(low, mean.value, 0) - pad, max(high, mean.value, 0) + pad
         bins = int(np.clip(np.sqrt(len(changes)) * 1.5, 10, 50))
-        panel.hist(np.clip(changes, low, high), bins=bins, range=(low, high), color=color, alpha=0.65)
+        panel.hist(
+            np.clip(changes, low, high), bins=bins, range=(low, high), color=color, alpha=0.65
+        )
         panel.axvline(0, color="black", linewidth=1.2, linestyle="--", label="no change")
-        panel.axvline(mean.value, color="black", linewidth=2, label=f"mean over all {comparison.unit}s")
+        panel.axvline(
+            mean.value, color="black", linewidth=2, label=f"mean over all {comparison.unit}s"
+        )
         outside = int(((changes < low) | (changes > high)).sum())
         beyond = f", {outside:,} beyond the picture's ends" if outside else ""
-        panel.set(xlabel=f"change of an example's loss (nats per {comparison.unit})", ylabel="examples")
+        panel.set(
+            xlabel=f"change of an example's loss (nats per {comparison.unit})", ylabel="examples"
+        )
         panel.set_title(
             f"{_title(comparison, color)}\n{(changes < 0).mean():.0%} fell, {(changes > 0).mean():.0%} rose{beyond}",
             fontsize=10,
@@ -202,7 +223,9 @@ def _lengths_picture(compared: Compared, classes: list[dict[str, Any]]) -> Any:
     )
     right.axhline(0, color=_BASE, linewidth=1.2)
     for panel in (left, right):
-        panel.set_xticks(places, [f"{c['from']}-{c['to']}\n({c['examples']:,})" for c in classes], fontsize=8)
+        panel.set_xticks(
+            places, [f"{c['from']}-{c['to']}\n({c['examples']:,})" for c in classes], fontsize=8
+        )
         panel.set_xlabel("tokens of the text (how many texts)")
         panel.grid(axis="y", alpha=0.3)
         panel.margins(x=0.08)
@@ -229,7 +252,9 @@ def _slices_picture(compared: Compared) -> Any:
             if of is _change:
                 found[0] = ConfidenceInterval(0.0, 0.0, 0.0)
             points = [
-                (seen[i] if known else i, e.value, _low(e), _high(e)) for i, e in enumerate(found) if e is not None
+                (seen[i] if known else i, e.value, _low(e), _high(e))
+                for i, e in enumerate(found)
+                if e is not None
             ]
             if points:
                 x, value, low, high = np.array(points).T
@@ -290,7 +315,12 @@ def _confusion_picture(compared: Compared) -> Any:
                 fontsize=9,
                 color="white" if shares[row, column] > 0.55 else "black",
             )
-        panel.set_xticks(range(count), labels, rotation=0 if count <= 4 else 45, ha="center" if count <= 4 else "right")
+        panel.set_xticks(
+            range(count),
+            labels,
+            rotation=0 if count <= 4 else 45,
+            ha="center" if count <= 4 else "right",
+        )
         panel.set_yticks(range(count), labels)
         panel.set_title(_label(name), fontsize=10, loc="left")
         panel.set_xlabel("predicted")

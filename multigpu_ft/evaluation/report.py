@@ -43,7 +43,9 @@ from ..run.run_dir import replace_file, write_json
 def _clean(text: str) -> str:
     "`text` as every encoder and every page takes it: without lone surrogates and control characters."
     return re.sub(
-        r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", text.encode("utf-8", "replace").decode()
+        r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]",
+        "\N{REPLACEMENT CHARACTER}",
+        text.encode("utf-8", "replace").decode(),
     )
 
 
@@ -69,7 +71,9 @@ def _result_record(result: Result) -> dict[str, Any]:
         if f.name != "name" and getattr(result, f.name) is not None
     }
     if result.loss and not result.accuracy:
-        record["perplexity"] = {part: None if v is None else perplexity(v) for part, v in strict(result.loss).items()}
+        record["perplexity"] = {
+            part: None if v is None else perplexity(v) for part, v in strict(result.loss).items()
+        }
     return record
 
 
@@ -86,7 +90,9 @@ def _set_record(comparison: Comparison) -> dict[str, Any]:
     }
 
 # %% ../../nbs/evaluation/06_report.ipynb #442730c2
-def _interval(estimate: ConfidenceInterval | None, sign: str = "", places: int | None = None) -> str:
+def _interval(
+    estimate: ConfidenceInterval | None, sign: str = "", places: int | None = None
+) -> str:
     if estimate is None:
         return ""
     places = decimals(estimate) if places is None else places
@@ -121,7 +127,9 @@ def _cells(compared: Compared, comparison: Comparison) -> list[list[str]]:
         ]
     ]
     for model, result in zip(compared.measured.models, comparison.results, strict=True):
-        loss = f"not finite on {result.not_finite:,}" if result.not_finite else _interval(result.loss)
+        loss = (
+            f"not finite on {result.not_finite:,}" if result.not_finite else _interval(result.loss)
+        )
         row = [
             result.name,
             ", ".join(f"{a:,}-{b:,}" for a, b in trained_spans(model)),
@@ -164,15 +172,14 @@ def _about(comparison: Comparison) -> str:
 def _text_table(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )
 
 # %% ../../nbs/evaluation/06_report.ipynb #01df6be4
 _COLORS = {BETTER: "#2e7d32", WORSE: "#c62828", NO_DIFFERENCE: "#546e7a"}
 _CELL = 'style="text-align:left;padding:3px 12px 3px 0;border-bottom:1px solid rgba(128,128,128,0.35);white-space:nowrap;font-variant-numeric:tabular-nums"'
-_SAMPLE = (
-    "white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow:auto;margin:0;font-size:12px;line-height:1.4"
-)
+_SAMPLE = "white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow:auto;margin:0;font-size:12px;line-height:1.4"
 _MARK = "background:rgba(230,159,0,0.3);color:inherit;border-radius:2px"
 _IMAGE = "max-width:100%;background:#fff;border-radius:6px;padding:6px;box-sizing:border-box"
 _LONGEST, _MOST_HTML = 2000, 150_000  # characters of a sample; of all samples
@@ -211,7 +218,12 @@ def _samples_html(samples: list[dict[str, Any]], first: str, last: str) -> str:
     if not samples:
         return ""
     half = 'style="text-align:left;vertical-align:top;width:50%;padding:4px 14px 10px 0;white-space:normal"'
-    rows, length = [f'<tr style="background:none"><th {half}>{_html(first)}</th><th {half}>{_html(last)}</th></tr>'], 0
+    rows, length = (
+        [
+            f'<tr style="background:none"><th {half}>{_html(first)}</th><th {half}>{_html(last)}</th></tr>'
+        ],
+        0,
+    )
     for shown, sample in enumerate(samples):
         one, two = (_clean(str(sample["texts"].get(name, ""))) for name in (first, last))
         prompt = _html(str(sample["prompt"])[-_LONGEST:])
@@ -224,10 +236,12 @@ def _samples_html(samples: list[dict[str, Any]], first: str, last: str) -> str:
             )
             break
         rows.append(row)
-    title = "<h4>Samples: the same prompts, the same seeds</h4>" if first != last else "<h4>Samples</h4>"
-    return (
-        f'{title}<table style="table-layout:fixed;width:100%;border-collapse:collapse;border:0">{"".join(rows)}</table>'
+    title = (
+        "<h4>Samples: the same prompts, the same seeds</h4>"
+        if first != last
+        else "<h4>Samples</h4>"
     )
+    return f'{title}<table style="table-layout:fixed;width:100%;border-collapse:collapse;border:0">{"".join(rows)}</table>'
 
 
 def _badge(verdict: str) -> str:
@@ -269,10 +283,16 @@ class Evaluation:
     @cached_property
     def pictures(self) -> dict[str, bytes]:
         "PNGs by name, in the order in which to look at them."
-        return {name: png_bytes(figure) for name, figure in pictures(self.compared, self._classes).items()}
+        return {
+            name: png_bytes(figure)
+            for name, figure in pictures(self.compared, self._classes).items()
+        }
 
     def _sets(self) -> list[Comparison]:
-        return [self.compared.target, *([self.compared.forgetting] if self.compared.forgetting else [])]
+        return [
+            self.compared.target,
+            *([self.compared.forgetting] if self.compared.forgetting else []),
+        ]
 
     @property
     def text(self) -> str:
@@ -281,7 +301,11 @@ class Evaluation:
         for comparison in self._sets():
             lines += ["", _about(comparison), _text_table(_cells(self.compared, comparison))]
         return "\n".join(
-            [*lines, *([""] * bool(self.compared.remarks)), *(f"- {remark}" for remark in self.compared.remarks)]
+            [
+                *lines,
+                *([""] * bool(self.compared.remarks)),
+                *(f"- {remark}" for remark in self.compared.remarks),
+            ]
         )
 
     def __str__(self) -> str:
@@ -298,9 +322,20 @@ class Evaluation:
             return []
         changes, rows = target.change(), target.scores.rows[target.kept]
         order = np.argsort(changes)  # losses that are not numbers come last
-        first, last = (target.losses[name] / target.targets for name in (target.names[0], target.names[-1]))
-        chosen = [*(i for i in order[:count] if changes[i] < 0), *(i for i in order[-count:] if not changes[i] <= 0)]
-        found = {"row": rows, "targets": target.targets.astype(int), "base": first, "newest": last, "change": changes}
+        first, last = (
+            target.losses[name] / target.targets for name in (target.names[0], target.names[-1])
+        )
+        chosen = [
+            *(i for i in order[:count] if changes[i] < 0),
+            *(i for i in order[-count:] if not changes[i] <= 0),
+        ]
+        found = {
+            "row": rows,
+            "targets": target.targets.astype(int),
+            "base": first,
+            "newest": last,
+            "change": changes,
+        }
         return [{name: column[i].item() for name, column in found.items()} for i in chosen]
 
     def _body(self) -> str:
@@ -316,24 +351,35 @@ class Evaluation:
         if compared.forgetting_line:
             parts.append(f'<p style="font-size:15px">{_html(compared.forgetting_line)}</p>')
         for comparison in self._sets():
-            parts.append(f"<h4>{_html(_about(comparison))}</h4>{_html_table(_cells(compared, comparison))}")
+            parts.append(
+                f"<h4>{_html(_about(comparison))}</h4>{_html_table(_cells(compared, comparison))}"
+            )
         note = f"In parentheses: {CONFIDENCE:.0%} intervals over examples. A change is that of the same examples."
         parts.append(f'<p style="font-size:12px;opacity:0.8">{note}</p>')
         for name, png in self.pictures.items():
             data = base64.b64encode(png).decode()
-            parts.append(f'<p><img alt="{_ALT[name]}" style="{_IMAGE}" src="data:image/png;base64,{data}"></p>')
+            parts.append(
+                f'<p><img alt="{_ALT[name]}" style="{_IMAGE}" src="data:image/png;base64,{data}"></p>'
+            )
         if rows := self.rows():
             columns = ("row", "targets", "base", "newest", "change")
-            listed = [[f"{r[key]:.3f}" if isinstance(r[key], float) else str(r[key]) for key in columns] for r in rows]
+            listed = [
+                [f"{r[key]:.3f}" if isinstance(r[key], float) else str(r[key]) for key in columns]
+                for r in rows
+            ]
             parts.append(
                 f"<details><summary>Examples whose loss changed most</summary>{_html_table([list(columns), *listed])}</details>"
             )
-        parts.append(_samples_html(measured.samples, measured.models[0]["name"], measured.models[-1]["name"]))
+        parts.append(
+            _samples_html(measured.samples, measured.models[0]["name"], measured.models[-1]["name"])
+        )
         if compared.remarks:
             parts.append(
                 f"<h4>Remarks</h4><ul>{''.join(f'<li>{_html(remark)}</li>' for remark in compared.remarks)}</ul>"
             )
-        settings = [[str(key), str(value)] for key, value in measured.about.items() if key != "remarks"]
+        settings = [
+            [str(key), str(value)] for key, value in measured.about.items() if key != "remarks"
+        ]
         parts.append(
             f"<details><summary>Settings</summary>{_html_table([['setting', 'value'], *settings])}</details>"
             if settings
@@ -350,7 +396,11 @@ class Evaluation:
         models = []
         for number, model in enumerate(measured.models):
             models.append(
-                {**model, "texts_seen": texts_seen(model), "target": _result_record(compared.target.results[number])}
+                {
+                    **model,
+                    "texts_seen": texts_seen(model),
+                    "target": _result_record(compared.target.results[number]),
+                }
             )
             if compared.forgetting:
                 models[-1]["forgetting"] = _result_record(compared.forgetting.results[number])
@@ -364,7 +414,10 @@ class Evaluation:
                 "remarks": compared.remarks,
                 "task": measured.task,
                 "time": time.time(),
-                "sets": {name: _set_record(c) for name, c in zip(("target", "forgetting"), self._sets(), strict=False)},
+                "sets": {
+                    name: _set_record(c)
+                    for name, c in zip(("target", "forgetting"), self._sets(), strict=False)
+                },
                 "models": models,
                 "by_length": self._classes,
                 "most_changed": self.rows(),
@@ -390,7 +443,10 @@ class Evaluation:
         }
         title = _html(f"Evaluation: {self.measured.models[-1]['name']}")
         files["evaluation.html"] = _PAGE.format(title=title, body=self._body()).encode()
-        for name in [*(f"evaluation_{picture}.png" for picture in PICTURES), "evaluation_forgetting_rows.csv"]:
+        for name in [
+            *(f"evaluation_{picture}.png" for picture in PICTURES),
+            "evaluation_forgetting_rows.csv",
+        ]:
             if name not in files:
                 (self.folder / name).unlink(missing_ok=True)
         for name, content in files.items():

@@ -54,7 +54,9 @@ class _Data:
     tokens: TokenizedTexts
 
     @classmethod
-    def load(cls, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None) -> "_Data":
+    def load(
+        cls, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None
+    ) -> "_Data":
         texts = load_texts(cfg, label_names)
         tokens = tokenize(cfg, texts, tokenizer)
         if not tokens.targets.any():
@@ -82,7 +84,13 @@ class _Progress:
     "How much of the work is done, as a line that rank 0 writes over and over."
 
     def __init__(self, world: World, total: int) -> None:
-        self._is_main, self._total, self._done, self._next, self._what = world.is_main, max(1, total), 0, 0.0, ""
+        self._is_main, self._total, self._done, self._next, self._what = (
+            world.is_main,
+            max(1, total),
+            0,
+            0.0,
+            "",
+        )
 
     def begin(self, what: str) -> None:
         self._what, self._next = what, 0.0
@@ -98,7 +106,10 @@ class _Progress:
 
 
 def score_texts(
-    strategy: Single, texts: TokenizedTexts, batch_size: int, progress: Callable[[], None] = lambda: None
+    strategy: Single,
+    texts: TokenizedTexts,
+    batch_size: int,
+    progress: Callable[[], None] = lambda: None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Each example's summed loss, `float64[examples]` in nats, and of labelled ones the predicted label, `int64[examples]`; the same on all ranks.
 
@@ -109,19 +120,25 @@ def score_texts(
     with evaluating(strategy.model):
         for share in shares:
             rows = [[texts[int(i)]] for i in share] or [[texts.nothing]]
-            _, *outputs = strategy.forward(**to_device(collate(rows, texts.pad_id, "padded"), world.device))
+            _, *outputs = strategy.forward(
+                **to_device(collate(rows, texts.pad_id, "padded"), world.device)
+            )
             if len(share):
                 found.append(tuple(outputs))
             progress()
     mine = np.concatenate(shares)
     owners = np.repeat(np.arange(len(mine)), texts.targets[mine])
-    token_losses, *labels = [torch.cat(outputs).double().cpu().numpy() for outputs in zip(*found, strict=True)] or [
-        np.zeros(0)
-    ]
+    token_losses, *labels = [
+        torch.cat(outputs).double().cpu().numpy() for outputs in zip(*found, strict=True)
+    ] or [np.zeros(0)]
     everybodys: list[Any] = [None] * world.size
     dist.all_gather_object(
         everybodys,
-        (mine, np.bincount(owners, token_losses, minlength=len(mine)), labels[0].astype(np.int64) if labels else None),
+        (
+            mine,
+            np.bincount(owners, token_losses, minlength=len(mine)),
+            labels[0].astype(np.int64) if labels else None,
+        ),
     )
     numbers = np.concatenate([numbers for numbers, _, _ in everybodys])
     if not np.array_equal(np.sort(numbers), np.arange(len(texts))):
@@ -137,11 +154,16 @@ def score_texts(
     return losses, predicted
 
 # %% ../../nbs/evaluation/04_scoring.ipynb #4312b74b
-_PROMPT_TOKENS, _SHORTEST = 48, 9  # at most, and of a third of the text; shorter texts begin nothing
+_PROMPT_TOKENS, _SHORTEST = (
+    48,
+    9,
+)  # at most, and of a third of the text; shorter texts begin nothing
 SAMPLING = Sampling(top_p=0.9)
 
 
-def _prompts(data: _Data, tokenizer: PreTrainedTokenizerBase, count: int, room: int, seed: int) -> list[np.ndarray]:
+def _prompts(
+    data: _Data, tokenizer: PreTrainedTokenizerBase, count: int, room: int, seed: int
+) -> list[np.ndarray]:
     "Beginnings of `count` examples, drawn by `seed`, as token ids; of conversations all up to the assistant's first turn. At most `room` tokens each."
     found: list[np.ndarray] = []
     for number in np.random.default_rng(seed).permutation(len(data.tokens)):
@@ -149,24 +171,40 @@ def _prompts(data: _Data, tokenizer: PreTrainedTokenizerBase, count: int, room: 
             break
         if data.cfg.task == "chat":
             ids = np.array(
-                tokenizer(opening(data.texts.texts[number], tokenizer), add_special_tokens=False)["input_ids"], np.int64
+                tokenizer(opening(data.texts.texts[number], tokenizer), add_special_tokens=False)[
+                    "input_ids"
+                ],
+                np.int64,
             )
         else:
             whole = data.tokens[int(number)].ids.astype(np.int64)
-            ids = whole[: min(_PROMPT_TOKENS, len(whole) // 3)] if len(whole) >= _SHORTEST else whole[:0]
+            ids = (
+                whole[: min(_PROMPT_TOKENS, len(whole) // 3)]
+                if len(whole) >= _SHORTEST
+                else whole[:0]
+            )
         if 0 < len(ids) <= room:
             found.append(ids)
     return found
 
 
 def _write(
-    loaded: Loaded, prompts: list[np.ndarray], max_new_tokens: int, seed: int, progress: Callable[[int], None]
+    loaded: Loaded,
+    prompts: list[np.ndarray],
+    max_new_tokens: int,
+    seed: int,
+    progress: Callable[[int], None],
 ) -> list[str]:
     "What the model goes on with after each of `prompts`. A collective."
     world, tokenizer = loaded.world, loaded.tokenizer
     numbers = range(world.rank, len(prompts), world.size)
     mine = [
-        Request((number, 0), tuple(prompts[number].tolist()), sequence_seed(seed, number, 0), max_new_tokens)
+        Request(
+            (number, 0),
+            tuple(prompts[number].tolist()),
+            sequence_seed(seed, number, 0),
+            max_new_tokens,
+        )
         for number in numbers
     ]
     answers: list[Answer] = []
@@ -174,7 +212,11 @@ def _write(
         capacity = max(len(request.prompt) for request in mine) + max_new_tokens
         rules = Rules(SAMPLING, end_tokens(loaded.model.generation_config, tokenizer.eos_token_id))
         with evaluating(loaded.strategy.model):
-            kind = ContinuousBatchDecoder if can_be_placed(loaded.model, capacity, world.device)[0] else GroupedDecoder
+            kind = (
+                ContinuousBatchDecoder
+                if can_be_placed(loaded.model, capacity, world.device)[0]
+                else GroupedDecoder
+            )
             decoder = kind(loaded.model, rules, len(mine), capacity, world.device)
             finished = decoder.admit(mine)
             while finished or decoder.in_flight:
@@ -183,7 +225,8 @@ def _write(
                 finished = decoder.step() if decoder.in_flight else []
     everybodys: list[Any] = [None] * world.size
     dist.all_gather_object(
-        everybodys, {a.request.key[0]: tokenizer.decode(a.tokens, skip_special_tokens=True) for a in answers}
+        everybodys,
+        {a.request.key[0]: tokenizer.decode(a.tokens, skip_special_tokens=True) for a in answers},
     )
     written = {number: text for part in everybodys for number, text in part.items()}
     return [written[number] for number in range(len(prompts))]
@@ -211,12 +254,16 @@ class _Material:
         for subject in plan.subjects:
             _refuse_other_tokens(subject, plan, tokenizer, sets[0])
         config = load_config(plan.base, tokenizer)
-        if label_names and not any("SequenceClassification" in name for name in config.architectures or []):
+        if label_names and not any(
+            "SequenceClassification" in name for name in config.architectures or []
+        ):
             remarks.append(
                 f"{plan.base.model} has no head for labels: the base is given a new one, random from seed {plan.base.seed}, as training was."
             )
         room = (getattr(config, "max_position_embeddings", None) or 2048) - plan.max_new_tokens
-        prompts = _prompts(sets[0], tokenizer, plan.samples, room, plan.seed) if not label_names else []
+        prompts = (
+            _prompts(sets[0], tokenizer, plan.samples, room, plan.seed) if not label_names else []
+        )
         return cls(tokenizer, label_names, sets, prompts, remarks)
 
 
@@ -256,7 +303,9 @@ def score(plan: Plan) -> Measured:
     for name, said in activity.items():
         if not said["active"]:
             why = "every B is zero." if found[name].is_zero else "no loss differs from the base's."
-            remarks.append(f"The {'adapter' if said['kind'] == 'adapter' else 'model'} {name} changes nothing: {why}")
+            remarks.append(
+                f"The {'adapter' if said['kind'] == 'adapter' else 'model'} {name} changes nothing: {why}"
+            )
     newest = plan.subjects[-1]
     about |= {
         "max_length": plan.target.max_length,
@@ -280,14 +329,19 @@ def _score_all(
 ) -> tuple[dict[str, _Found], dict[str, Any]]:
     "What each model made of it, the base first, and how they were computed."
     batches = sum(
-        len(deal(data.tokens.lengths, plan.base.batch_size, world.size)) // world.size for data in material.sets
+        len(deal(data.tokens.lengths, plan.base.batch_size, world.size)) // world.size
+        for data in material.sets
     )
     progress = _Progress(
-        world, (len(plan.subjects) + 1) * (batches + len(range(world.rank, len(material.prompts), world.size)))
+        world,
+        (len(plan.subjects) + 1)
+        * (batches + len(range(world.rank, len(material.prompts), world.size))),
     )
     found: dict[str, _Found] = {}
     loaded, place = None, None
-    for subject, quantization in zip([None, *plan.subjects], [quantizations[0], *quantizations], strict=True):
+    for subject, quantization in zip(
+        [None, *plan.subjects], [quantizations[0], *quantizations], strict=True
+    ):
         name, holder = (subject.name, subject) if subject else ("base", plan.subjects[0])
         if subject is None and not holder.has_adapter:
             holder = None
@@ -296,7 +350,9 @@ def _score_all(
             loaded = None
             release_memory()
             loaded, place = (
-                load_holder(plan.base, holder, world, material.tokenizer, material.label_names, quantization),
+                load_holder(
+                    plan.base, holder, world, material.tokenizer, material.label_names, quantization
+                ),
                 wanted,
             )
             loaded.choose_chunks(material.sets[0].cfg, material.sets[0].tokens)
@@ -304,7 +360,8 @@ def _score_all(
             loaded.take(subject)
         with nullcontext() if subject else loaded.without_adapter():
             scores = [
-                score_texts(loaded.strategy, data.tokens, plan.base.batch_size, progress.step) for data in material.sets
+                score_texts(loaded.strategy, data.tokens, plan.base.batch_size, progress.step)
+                for data in material.sets
             ]
             texts = (
                 []
@@ -313,16 +370,35 @@ def _score_all(
             )
         losses, predicted = zip(*scores, strict=True)
         found[name] = _Found(
-            list(losses), list(predicted), texts, bool(subject) and subject.has_adapter and loaded.is_zero()
+            list(losses),
+            list(predicted),
+            texts,
+            bool(subject) and subject.has_adapter and loaded.is_zero(),
         )
-    return found, {"dtype": str(loaded.dtype).removeprefix("torch."), "strategy": "fsdp" if loaded.sharded else "whole"}
+    return found, {
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "strategy": "fsdp" if loaded.sharded else "whole",
+    }
 
 
-def _measured(plan: Plan, material: _Material, found: dict[str, _Found], about: dict[str, Any]) -> Measured:
+def _measured(
+    plan: Plan, material: _Material, found: dict[str, _Found], about: dict[str, Any]
+) -> Measured:
     models = [
-        {"name": "base", "path": plan.base.model, "revision": plan.base.revision, "kind": "base", "trained": []}
+        {
+            "name": "base",
+            "path": plan.base.model,
+            "revision": plan.base.revision,
+            "kind": "base",
+            "trained": [],
+        }
     ] + [
-        {"name": s.name, "path": str(s.path), "kind": "adapter" if s.has_adapter else "weights", "trained": s.trained}
+        {
+            "name": s.name,
+            "path": str(s.path),
+            "kind": "adapter" if s.has_adapter else "weights",
+            "trained": s.trained,
+        }
         for s in plan.subjects
     ]
     scores = [
@@ -335,7 +411,11 @@ def _measured(plan: Plan, material: _Material, found: dict[str, _Found], about: 
             data.tokens.targets.astype(np.int64),
             {name: one.losses[number] for name, one in found.items()},
             data.tokens.labels,
-            {name: one.predicted[number] for name, one in found.items() if one.predicted[number] is not None},
+            {
+                name: one.predicted[number]
+                for name, one in found.items()
+                if one.predicted[number] is not None
+            },
         )
         for number, data in enumerate(material.sets)
     ]
@@ -375,15 +455,21 @@ def _label_names(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> list[str] | 
     return plan.label_names or order_labels(find_label_names(plan.target), plan.base, tokenizer)
 
 
-def _refuse_other_tokens(subject: FineTuned, plan: Plan, tokenizer: PreTrainedTokenizerBase, target: _Data) -> None:
+def _refuse_other_tokens(
+    subject: FineTuned, plan: Plan, tokenizer: PreTrainedTokenizerBase, target: _Data
+) -> None:
     "Raise `CheckpointError` if `subject` was trained on other tokens than those that `tokenizer` makes."
     if subject.tokenizer:
         same = subject.tokenizer == tokenizer_digest(tokenizer)
-    elif not any((subject.path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+    elif not any(
+        (subject.path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")
+    ):
         return
     else:
         few = replace(
-            target.texts, texts=target.texts.texts[:64], labels=target.texts.labels and target.texts.labels[:64]
+            target.texts,
+            texts=target.texts.texts[:64],
+            labels=target.texts.labels and target.texts.labels[:64],
         )
         own = AutoTokenizer.from_pretrained(subject.path)
         same = tokenize(target.cfg, few, own).digest == tokenize(target.cfg, few, tokenizer).digest

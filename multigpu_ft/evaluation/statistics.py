@@ -16,7 +16,9 @@ import numpy as np
 # %% ../../nbs/evaluation/02_statistics.ipynb #4f802975
 CONFIDENCE, DRAWS = 0.95, 10_000
 FEWEST = 10  # examples; below that no interval was found to hold what it says
-_AT_ONCE = 1 << 20  # examples drawn at a time: some 30 MB, however many examples and draws there are
+_AT_ONCE = (
+    1 << 20
+)  # examples drawn at a time: some 30 MB, however many examples and draws there are
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,9 @@ class ConfidenceInterval:
     @property
     def percent(self) -> "ConfidenceInterval":
         "Of a share, the same in percent."
-        return ConfidenceInterval(*(None if part is None else 100 * part for part in (self.value, self.low, self.high)))
+        return ConfidenceInterval(
+            *(None if part is None else 100 * part for part in (self.value, self.low, self.high))
+        )
 
 
 def _student(freedom: int) -> float:
@@ -67,7 +71,9 @@ def ratio_estimates(
         return [ConfidenceInterval(float(ratio)) for ratio in ratios]
     share = weights / total
     residuals = values / total - ratios * share[:, None]
-    columns = np.hstack([share[:, None], (share**2)[:, None], residuals, residuals**2, residuals * share[:, None]])
+    columns = np.hstack(
+        [share[:, None], (share**2)[:, None], residuals, residuals**2, residuals * share[:, None]]
+    )
     rng, count = np.random.default_rng(seed), max(1, _AT_ONCE // n)
     pivots = []
     for first in range(0, draws, count):
@@ -76,9 +82,16 @@ def ratio_estimates(
             [np.bincount(draw, minlength=n) for draw in drawn], float
         )  # draw by draw: the counts of one stay in the cache
         sums = times @ columns
-        weight, weight2, (shift, spread2, cross) = sums[:, :1], sums[:, 1:2], np.split(sums[:, 2:], 3, axis=1)
+        weight, weight2, (shift, spread2, cross) = (
+            sums[:, :1],
+            sums[:, 1:2],
+            np.split(sums[:, 2:], 3, axis=1),
+        )
         shift = shift / weight
-        error = np.sqrt(np.maximum(0, spread2 - 2 * shift * cross + shift**2 * weight2) * n / (n - 1)) / weight
+        error = (
+            np.sqrt(np.maximum(0, spread2 - 2 * shift * cross + shift**2 * weight2) * n / (n - 1))
+            / weight
+        )
         pivots.append(
             np.divide(shift, error, out=np.sign(shift) * 1e150, where=error > 0)
         )  # nothing varied in that draw
@@ -97,20 +110,29 @@ def ratio_estimates(
 def share_estimate(hits: int, n: int) -> ConfidenceInterval:
     "`hits` of `n` with Wilson's interval."
     z2 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) ** 2
-    middle, half = (hits + z2 / 2) / (n + z2), math.sqrt(z2 * (hits * (n - hits) / n + z2 / 4)) / (n + z2)
+    middle, half = (
+        (hits + z2 / 2) / (n + z2),
+        math.sqrt(z2 * (hits * (n - hits) / n + z2 / 4)) / (n + z2),
+    )
     return ConfidenceInterval(hits / n, max(0.0, middle - half), min(1.0, middle + half))
 
 # %% ../../nbs/evaluation/02_statistics.ipynb #f00e6eea
 def mcnemar(gained: int, lost: int) -> float:
     "Two-sided p-value of the exact test, right to 1e-7 of itself up to millions of texts."
     n, fewer = gained + lost, min(gained, lost)
-    log_last = math.lgamma(n + 1) - math.lgamma(fewer + 1) - math.lgamma(n - fewer + 1) - n * math.log(2)
+    log_last = (
+        math.lgamma(n + 1) - math.lgamma(fewer + 1) - math.lgamma(n - fewer + 1) - n * math.log(2)
+    )
     k = np.arange(fewer, 0, -1)
-    below = 1 + np.cumprod(k / (n - k + 1)).sum()  # all terms of the tail, as multiples of the last one
+    below = (
+        1 + np.cumprod(k / (n - k + 1)).sum()
+    )  # all terms of the tail, as multiples of the last one
     return min(1.0, 2 * math.exp(log_last) * float(below))
 
 
-def share_difference(gained: int, lost: int, n: int, draws: int = DRAWS, seed: int = 0) -> ConfidenceInterval:
+def share_difference(
+    gained: int, lost: int, n: int, draws: int = DRAWS, seed: int = 0
+) -> ConfidenceInterval:
     """How much larger the share of right answers became, with a bootstrap interval over the `n` texts.
 
     Half a text is added to each cell of the fourfold table before drawing: otherwise the bootstrap takes what did not happen among `n` texts for impossible."""

@@ -19,11 +19,15 @@ from ..run.run_dir import RunDir
 #| eval: false
 end_with_agent()
 gc.disable()
-faulthandler.register(signal.SIGUSR1, all_threads=True)  # the agent asks a hanging rank for its stack
+faulthandler.register(
+    signal.SIGUSR1, all_threads=True
+)  # the agent asks a hanging rank for its stack
 os.dup2(1, 2)  # one log a rank, with warnings and tracebacks where they happened
 _run_dir = RunDir(sys.argv[1])
 _stop = StopSignal(
-    hopeless=lambda: _run_dir.status()["state"] == "starting" or any(_run_dir.path.glob("errors/*.json"))
+    hopeless=lambda: (
+        _run_dir.status()["state"] == "starting" or any(_run_dir.path.glob("errors/*.json"))
+    )
 )
 
 # %% ../../nbs/generation/10_main.ipynb #43fbb241

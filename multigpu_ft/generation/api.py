@@ -77,12 +77,21 @@ class Answers(Sequence[dict[str, Any]]):
         if not made:
             return [("state", self.state)]
         lines = [
-            ("answers", f"{made['sequences']:,} of {status['total_steps']:,} to {status['questions']:,} questions"),
-            ("ended", f"{made['stopped']:,} by themselves, {made['sequences'] - made['stopped']:,} at the limit"),
+            (
+                "answers",
+                f"{made['sequences']:,} of {status['total_steps']:,} to {status['questions']:,} questions",
+            ),
+            (
+                "ended",
+                f"{made['stopped']:,} by themselves, {made['sequences'] - made['stopped']:,} at the limit",
+            ),
         ]
         if made["made"]:
             lines.append(
-                ("speed", f"{made['sequences_per_second']:,.3g} sequences/s, {made['tokens_per_second']:,.0f} tokens/s")
+                (
+                    "speed",
+                    f"{made['sequences_per_second']:,.3g} sequences/s, {made['tokens_per_second']:,.0f} tokens/s",
+                )
             )
         if made["accepted"] is not None:
             lines.insert(
@@ -92,7 +101,9 @@ class Answers(Sequence[dict[str, Any]]):
                     f"{made['accepted']:,} ({made['accepted'] / max(1, made['sequences']):.1%}), whose reward is high enough",
                 ),
             )
-        lines += [("written", f"{number:,} to {path}") for path, number in made.get("written", {}).items()]
+        lines += [
+            ("written", f"{number:,} to {path}") for path, number in made.get("written", {}).items()
+        ]
         lines += [("remark", remark) for remark in status.get("remarks", [])]
         return [*lines, *([("message", status["message"])] if status.get("message") else [])]
 
@@ -111,9 +122,13 @@ def _find_subject(
     run: Any, model: str | None, checkpoint: Any, hf_repo: str | None, run_root: str | None
 ) -> FineTuned | None:
     if hf_repo is not None and (run is not None or checkpoint is not None):
-        raise ConfigError("hf_repo names a fine-tuned model, and so does a run or a checkpoint; give one of them.")
+        raise ConfigError(
+            "hf_repo names a fine-tuned model, and so does a run or a checkpoint; give one of them."
+        )
     if hf_repo is not None:
-        return export_subject(fetch_export(hf_repo), hf_repo.partition("@")[0].rstrip("/").rpartition("/")[2], model)
+        return export_subject(
+            fetch_export(hf_repo), hf_repo.partition("@")[0].rstrip("/").rpartition("/")[2], model
+        )
     runs = find_runs(run, run_root) if run is not None else []
     if runs or checkpoint is not None:
         return find_subjects(runs[-1:], checkpoint, model, run_root)[-1]
@@ -126,7 +141,9 @@ def _tokenizer_folder(subject: FineTuned | None) -> str | None:
     "An export has its own, with the chat template that it was trained with."
     return (
         str(subject.path)
-        if subject and not subject.is_checkpoint and (subject.path / "tokenizer_config.json").exists()
+        if subject
+        and not subject.is_checkpoint
+        and (subject.path / "tokenizer_config.json").exists()
         else None
     )
 
@@ -152,11 +169,15 @@ def _one_of(name: str, value: str | None, known: Sequence[str]) -> str | None:
     return value
 
 
-def _refuse_without_vllm(cfg: RunConfig, subject: FineTuned | None, quantization: str | None) -> None:
+def _refuse_without_vllm(
+    cfg: RunConfig, subject: FineTuned | None, quantization: str | None
+) -> None:
     "Raise `ConfigError` if vLLM is not installed, or cannot load what is asked for."
     from packaging.version import Version
 
-    remedy = "pip install -U \"multigpu-ft[vllm]\", on Linux with a GPU; or use engine='transformers'."
+    remedy = (
+        "pip install -U \"multigpu-ft[vllm]\", on Linux with a GPU; or use engine='transformers'."
+    )
     try:
         found = version("vllm")
     except PackageNotFoundError:
@@ -191,15 +212,23 @@ def _template(text: str | None) -> str | None:
         try:
             return Path(text).expanduser().read_text()
         except OSError:
-            raise ConfigError(f"chat_template={text!r} is neither Jinja, which has braces, nor a file.") from None
+            raise ConfigError(
+                f"chat_template={text!r} is neither Jinja, which has braces, nor a file."
+            ) from None
     return text
 
 
 def _output(name: str, path: str | Path, folder: Path | None = None) -> Path:
     path = Path(path).expanduser().resolve()
     if path.suffix != ".jsonl":
-        raise ConfigError(f"{name}={str(path)!r}: the file has a record a line, so its name must end in .jsonl.")
-    ours = _earlier_val_output(folder) == str(path) if folder else path.with_name(path.name + ".run").exists()
+        raise ConfigError(
+            f"{name}={str(path)!r}: the file has a record a line, so its name must end in .jsonl."
+        )
+    ours = (
+        _earlier_val_output(folder) == str(path)
+        if folder
+        else path.with_name(path.name + ".run").exists()
+    )
     if path.exists() and not ours:
         raise ConfigError(
             f"{name}={str(path)!r} is there already, and was not made by {'this generation' if folder else 'generate'}; name another file."
@@ -211,7 +240,12 @@ def _earlier_val_output(folder: Path) -> str | None:
     "What the generation in `folder` was last to write for validation."
     try:
         return GenerationJob.read(RunDir(folder)).val_output
-    except (OSError, ValueError, KeyError, TypeError):  # there was none, or it is of another version
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # there was none, or it is of another version
         return None
 
 
@@ -226,14 +260,19 @@ def _reward_name(reward: Any) -> tuple[str | None, bytes | None]:
             f"reward is a {type(reward).__name__}; a function reward(record, row) or its name 'module:function' is expected."
         )
     packed = pack(reward, ())
-    return f"{getattr(reward, '__name__', 'function')} {hashlib.sha256(packed).hexdigest()[:16]}", packed
+    return (
+        f"{getattr(reward, '__name__', 'function')} {hashlib.sha256(packed).hexdigest()[:16]}",
+        packed,
+    )
 
 # %% ../../nbs/generation/11_api.ipynb #6e4a23f9
 def _open(folder: Path, cfg: RunConfig, assignment: GenerationJob, reward: bytes | None) -> RunDir:
     "The run directory of a generation, new or gone on with."
     run_dir = RunDir(folder)
     if folder.exists() and (folder / "status.json").exists() and is_alive(run_dir):
-        raise ConfigError(f"{assignment.output} is being generated right now; Run.attach({str(folder)!r}) shows it.")
+        raise ConfigError(
+            f"{assignment.output} is being generated right now; Run.attach({str(folder)!r}) shows it."
+        )
     for name in ("logs", "errors", "beats", "samples", "report", "checkpoints"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for old in (
@@ -242,12 +281,17 @@ def _open(folder: Path, cfg: RunConfig, assignment: GenerationJob, reward: bytes
         *(folder / name for name in ("stop", "metrics.jsonl", "status.json", "reward.pkl")),
     ):
         old.unlink(missing_ok=True)
-    write_json(folder / "config.json", {**cfg.model_dump(), "run_root": str(folder.parent), "run_name": None})
+    write_json(
+        folder / "config.json",
+        {**cfg.model_dump(), "run_root": str(folder.parent), "run_name": None},
+    )
     assignment.write(run_dir)
     if reward:
         (folder / "reward.pkl").write_bytes(reward)
     here = {"pids": {"launcher": os.getpid()}, "host": socket.gethostname()}
-    run_dir.update_status(state="starting", unit="sequences", **here, launched=time.time(), session_end=session_end())
+    run_dir.update_status(
+        state="starting", unit="sequences", **here, launched=time.time(), session_end=session_end()
+    )
     return run_dir
 
 # %% ../../nbs/generation/11_api.ipynb #0829a610
@@ -353,7 +397,9 @@ def generate(
         max_length=8,  # of texts to train on, and there are none
         **{name: value for name, value in given.items() if value is not None},
     )
-    cfg = cfg.replace(**_span(cfg, None if num_questions is None else count("num_questions", num_questions, 1)))
+    cfg = cfg.replace(
+        **_span(cfg, None if num_questions is None else count("num_questions", num_questions, 1))
+    )
     _look_at_questions(cfg, question_field)
     if engine == "vllm":
         _refuse_without_vllm(cfg, subject, quantization)
@@ -368,7 +414,9 @@ def generate(
         system_prompt=system_prompt,
         chat_template=_template(chat_template),
         enable_thinking=enable_thinking,
-        num_sequences_per_question=count("num_sequences_per_question", num_sequences_per_question, 1),
+        num_sequences_per_question=count(
+            "num_sequences_per_question", num_sequences_per_question, 1
+        ),
         max_new_tokens=count("max_new_tokens", max_new_tokens, 1),
         temperature=None if temperature is None else _between("temperature", temperature, 0, 100),
         top_p=None if top_p is None else _between("top_p", top_p, 1e-6, 1),
@@ -414,8 +462,8 @@ def _look_at_questions(cfg: RunConfig, question_field: str) -> None:
 def _asked(cfg: RunConfig, assignment: GenerationJob) -> str:
     end = f"-{cfg.end_idx}" if cfg.end_idx is not None else " on"
     times = (
-        f", {assignment.num_sequences_per_question} answers each" if assignment.num_sequences_per_question > 1 else ""
+        f", {assignment.num_sequences_per_question} answers each"
+        if assignment.num_sequences_per_question > 1
+        else ""
     )
-    return (
-        f"rows {cfg.start_idx}{end} of {Path(cfg.dataset).name if Path(cfg.dataset).is_file() else cfg.dataset}{times}"
-    )
+    return f"rows {cfg.start_idx}{end} of {Path(cfg.dataset).name if Path(cfg.dataset).is_file() else cfg.dataset}{times}"

@@ -57,7 +57,9 @@ class GenerationJob:
         try:
             return cls(**{**found, "stop": tuple(found["stop"])})
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"{run_dir.path / GENERATION_FILE} is damaged, or of another version: {error}.") from None
+            raise ConfigError(
+                f"{run_dir.path / GENERATION_FILE} is damaged, or of another version: {error}."
+            ) from None
 
     def write(self, run_dir: RunDir) -> None:
         write_json(run_dir.path / GENERATION_FILE, asdict(self))
@@ -65,7 +67,9 @@ class GenerationJob:
 # %% ../../nbs/generation/07_completions.ipynb #fd19e198
 def answer_key(about: dict[str, Any], prompt: Iterable[int], seed: int) -> str:
     "A name for an answer: `about` is everything that decides it beside the prompt's tokens and its seed."
-    return hashlib.sha256(json.dumps([about, list(prompt), seed], sort_keys=True).encode()).hexdigest()[:24]
+    return hashlib.sha256(
+        json.dumps([about, list(prompt), seed], sort_keys=True).encode()
+    ).hexdigest()[:24]
 
 
 class Shard:
@@ -79,7 +83,9 @@ class Shard:
 
     def add(self, line: dict[str, Any]) -> None:
         "Raises `OSError` on a full disk."
-        data = (json.dumps({**line, "time": time.time()}, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+        data = (json.dumps({**line, "time": time.time()}, ensure_ascii=False) + "\n").encode(
+            errors="backslashreplace"
+        )
         if os.write(self._file, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -94,7 +100,10 @@ def read_shards(folder: Path) -> dict[str, dict[str, Any]]:
         for line in path.read_bytes().split(b"\n"):
             try:
                 record = json.loads(line)
-                if isinstance(record["key"], str) and record["time"] >= found.get(record["key"], record)["time"]:
+                if (
+                    isinstance(record["key"], str)
+                    and record["time"] >= found.get(record["key"], record)["time"]
+                ):
                     found[record["key"]] = record
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
@@ -117,13 +126,22 @@ def load_reward(name: str) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        there = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_")) or "none"
-        raise ConfigError(f"reward={name!r}: {module_name} has no function {function_name!r}; available: {there}.")
+        there = (
+            ", ".join(
+                n for n, value in vars(module).items() if callable(value) and not n.startswith("_")
+            )
+            or "none"
+        )
+        raise ConfigError(
+            f"reward={name!r}: {module_name} has no function {function_name!r}; available: {there}."
+        )
     return function
 
 
 def rewarded(
-    function: Callable[[dict[str, Any], dict[str, Any]], Any], record: dict[str, Any], row: dict[str, Any]
+    function: Callable[[dict[str, Any], dict[str, Any]], Any],
+    record: dict[str, Any],
+    row: dict[str, Any],
 ) -> dict[str, Any]:
     "`record` with its `reward`, a number, or with `reward_error` in its place."
     try:
@@ -138,13 +156,27 @@ def rewarded(
             "reward": None,
             "reward_error": f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})",
         }
-    return {**record, "reward": int(value) if isinstance(value, bool) else value if isinstance(value, int) else number}
+    return {
+        **record,
+        "reward": int(value)
+        if isinstance(value, bool)
+        else value
+        if isinstance(value, int)
+        else number,
+    }
 
 # %% ../../nbs/generation/07_completions.ipynb #e7fc135c
 def validation_questions(numbers: Iterable[int], share: float, seed: int) -> set[int]:
     "About a `share` of the question `numbers`, at least one and not all, chosen by `seed` and not by what else is asked."
-    order = sorted(set(numbers), key=lambda number: hashlib.sha256(f"{seed}/validation/{number}".encode()).digest())
-    return set(order[: min(len(order) - 1, max(1, round(share * len(order))))]) if share and len(order) > 1 else set()
+    order = sorted(
+        set(numbers),
+        key=lambda number: hashlib.sha256(f"{seed}/validation/{number}".encode()).digest(),
+    )
+    return (
+        set(order[: min(len(order) - 1, max(1, round(share * len(order))))])
+        if share and len(order) > 1
+        else set()
+    )
 
 
 def write_records(path: Path, records: Iterable[dict[str, Any]]) -> int:

@@ -42,7 +42,9 @@ class Rules:
 
     sampling: Sampling
     eos: frozenset[int]
-    ends: Callable[[list[int]], bool] = lambda tokens: False  # whether a stop string is at the end of these tokens
+    ends: Callable[[list[int]], bool] = lambda tokens: (
+        False
+    )  # whether a stop string is at the end of these tokens
 
     def take(self, answer: Answer, token: int) -> bool:
         "Add `token` to `answer`. Whether it is finished. Raises `FloatingPointError` if the model made no numbers."
@@ -64,7 +66,9 @@ def _forward(model: nn.Module, **inputs: Any) -> torch.Tensor:
     return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
-def _read(model: nn.Module, prompt: Sequence[int], device: torch.device) -> tuple[Any, torch.Tensor]:
+def _read(
+    model: nn.Module, prompt: Sequence[int], device: torch.device
+) -> tuple[Any, torch.Tensor]:
     "Keys and values of `prompt` as the model's own kind of cache, and the logits after it, `[1, vocabulary]`."
     cache = DynamicCache(config=model.config)
     logits = _forward(model, input_ids=torch.tensor([prompt], device=device), past_key_values=cache)
@@ -95,7 +99,8 @@ class _SlotLayer(CacheLayerMixin):
     def __init__(self, like: Any, capacity: int, places: _Slots) -> None:
         super().__init__()
         self.keys, self.values = (
-            t.new_zeros(places.rows, t.shape[1], capacity, t.shape[3]) for t in (like.keys, like.values)
+            t.new_zeros(places.rows, t.shape[1], capacity, t.shape[3])
+            for t in (like.keys, like.values)
         )
         self._places, self.is_initialized = places, True
 
@@ -134,9 +139,16 @@ class _SlotLayer(CacheLayerMixin):
 class ContinuousBatchDecoder:
     "A batch of `rows` sequences of any lengths, `capacity` tokens with their prompt at most. For models whose layers all attend to everything before."
 
-    def __init__(self, model: nn.Module, rules: Rules, rows: int, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, rules: Rules, rows: int, capacity: int, device: torch.device
+    ) -> None:
         self.rows = rows
-        self._model, self._rules, self._device, self._capacity = model, rules, device, _rounded(capacity)
+        self._model, self._rules, self._device, self._capacity = (
+            model,
+            rules,
+            device,
+            _rounded(capacity),
+        )
         self._places = _Slots(max(rows, _ROWS_AT_LEAST), device)
         self._answers: list[Answer | None] = [None] * rows
         self._used = self._places.rows  # rows that are computed
@@ -146,7 +158,9 @@ class ContinuousBatchDecoder:
         self._made = torch.zeros_like(self._tokens)
         self._draws = torch.zeros(self._places.rows, 1, dtype=torch.float64, device=device)
         self._graphs = (
-            _Graphs(self._logits) if device.type == "cuda" and not getattr(model, "is_loaded_in_8bit", False) else None
+            _Graphs(self._logits)
+            if device.type == "cuda" and not getattr(model, "is_loaded_in_8bit", False)
+            else None
         )
 
     @property
@@ -160,12 +174,18 @@ class ContinuousBatchDecoder:
 
     def admit(self, requests: list[Request]) -> list[Answer]:
         "Read their questions and put them into free places. Returns answers of one token, which need none."
-        finished, places = [], [number for number, answer in enumerate(self._answers) if answer is None]
+        finished, places = (
+            [],
+            [number for number, answer in enumerate(self._answers) if answer is None],
+        )
         while requests:
             together = [r for r in requests if r.prompt == requests[0].prompt]
             requests = [r for r in requests if r.prompt != together[0].prompt]
             if self._question[0] != together[0].prompt:
-                self._question = (together[0].prompt, *_read(self._model, together[0].prompt, self._device))
+                self._question = (
+                    together[0].prompt,
+                    *_read(self._model, together[0].prompt, self._device),
+                )
             _, read, logits = self._question
             numbers = [draws(r.seed, r.limit) for r in together]
             first = torch.tensor([n[0] for n in numbers], dtype=torch.float64, device=self._device)
@@ -185,7 +205,9 @@ class ContinuousBatchDecoder:
     def _put(self, read: Any, length: int, taken: list[tuple[int, int, Any]]) -> None:
         "Fill rows with what was read, the token that follows, and the numbers drawn for those after."
         if self._cache is None:
-            self._cache = Cache(layers=[_SlotLayer(layer, self._capacity, self._places) for layer in read.layers])
+            self._cache = Cache(
+                layers=[_SlotLayer(layer, self._capacity, self._places) for layer in read.layers]
+            )
         self._used = self._places.rows
         rows = torch.tensor([row for row, _, _ in taken], device=self._device)
         for own, other in zip(self._cache.layers, read.layers, strict=True):
@@ -200,12 +222,19 @@ class ContinuousBatchDecoder:
     def step(self) -> list[Answer]:
         "One more token for each sequence. Returns those that are finished."
         self._close_ranks()
-        used, lengths = self._used, [len(a.request.prompt) + len(a.tokens) for a in self._answers if a]
+        used, lengths = (
+            self._used,
+            [len(a.request.prompt) + len(a.tokens) for a in self._answers if a],
+        )
         self._places.width = min(self._capacity, _rounded(max(lengths)))
         logits = (
-            self._graphs(used, self._places.width) if self._graphs and used == self._places.rows else self._logits(used)
+            self._graphs(used, self._places.width)
+            if self._graphs and used == self._places.rows
+            else self._logits(used)
         )
-        drawn = self._draws[:used].gather(1, self._made[:used, None].clamp(max=self._draws.shape[1] - 1))[:, 0]
+        drawn = self._draws[:used].gather(
+            1, self._made[:used, None].clamp(max=self._draws.shape[1] - 1)
+        )[:, 0]
         tokens = choose(logits, drawn, self._rules.sampling)
         self._tokens[:used] = tokens.clamp(min=0)
         self._places.lengths[:used] += 1
@@ -296,9 +325,13 @@ class _Graphs:
 class GroupedDecoder:
     "A batch of at most `rows` samples of one question. For every model that transformers can decode."
 
-    def __init__(self, model: nn.Module, rules: Rules, rows: int, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, rules: Rules, rows: int, capacity: int, device: torch.device
+    ) -> None:
         self.rows, self._model, self._rules, self._device = rows, model, rules, device
-        self._answers: list[Answer] = []  # one a row; a row that is finished stays until half of them are
+        self._answers: list[
+            Answer
+        ] = []  # one a row; a row that is finished stays until half of them are
         self._waiting: list[Request] = []
         self._cache: Any = None
 
@@ -308,7 +341,9 @@ class GroupedDecoder:
 
     @property
     def in_flight(self) -> list[Request]:
-        return [answer.request for answer in self._answers if not answer.finish_reason] + self._waiting
+        return [
+            answer.request for answer in self._answers if not answer.finish_reason
+        ] + self._waiting
 
     def admit(self, requests: list[Request]) -> list[Answer]:
         self._waiting += requests
@@ -318,11 +353,15 @@ class GroupedDecoder:
         "Read the next question that waits, until there is one with something to go on."
         finished = []
         while self._waiting and all(answer.finish_reason for answer in self._answers):
-            together = [r for r in self._waiting if r.prompt == self._waiting[0].prompt][: self.rows]
+            together = [r for r in self._waiting if r.prompt == self._waiting[0].prompt][
+                : self.rows
+            ]
             self._waiting = [r for r in self._waiting if r not in together]
             self._cache, logits = _read(self._model, together[0].prompt, self._device)
             rows = max(len(together), _ROWS_AT_LEAST)
-            self._answers = [Answer(r) for r in (together * rows)[:rows]]  # those that are too many are computed along
+            self._answers = [
+                Answer(r) for r in (together * rows)[:rows]
+            ]  # those that are too many are computed along
             for extra in self._answers[len(together) :]:
                 extra.finish_reason = "extra"
             self._draws = torch.stack(
@@ -346,7 +385,9 @@ class GroupedDecoder:
     def step(self) -> list[Answer]:
         kept = [row for row, answer in enumerate(self._answers) if not answer.finish_reason]
         if max(len(kept), _ROWS_AT_LEAST) <= len(self._answers) // 2:
-            kept += [row for row in range(len(self._answers)) if row not in kept][: max(0, _ROWS_AT_LEAST - len(kept))]
+            kept += [row for row in range(len(self._answers)) if row not in kept][
+                : max(0, _ROWS_AT_LEAST - len(kept))
+            ]
             rows = torch.tensor(kept, device=self._device)
             self._cache.batch_select_indices(rows)
             self._answers, self._draws, self._tokens = (
@@ -355,7 +396,8 @@ class GroupedDecoder:
                 self._tokens[rows],
             )
         finished = self._choose(
-            _forward(self._model, input_ids=self._tokens[:, None], past_key_values=self._cache), self._number
+            _forward(self._model, input_ids=self._tokens[:, None], past_key_values=self._cache),
+            self._number,
         )
         return finished + self._begin()
 
@@ -367,7 +409,14 @@ def _attends_to_everything(config: Any, capacity: int) -> bool:
     "Whether its layers are all of full attention, as far as `capacity` tokens are concerned."
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
-    windows = [w for w in (getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)) if w]
+    windows = [
+        w
+        for w in (
+            getattr(config, "sliding_window", None),
+            getattr(config, "attention_chunk_size", None),
+        )
+        if w
+    ]
     return (
         capacity <= min(windows, default=capacity)
         if kinds is None or "full_attention" not in kinds
@@ -377,7 +426,11 @@ def _attends_to_everything(config: Any, capacity: int) -> bool:
 
 def end_tokens(settings: Any, *others: int | None) -> frozenset[int]:
     "The tokens that end a sequence by a model's generation `settings` (of transformers), and `others`."
-    own = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+    own = (
+        settings.eos_token_id
+        if isinstance(settings.eos_token_id, list)
+        else [settings.eos_token_id]
+    )
     return frozenset({*own, *others} - {None})
 
 
@@ -393,14 +446,34 @@ def can_be_placed(model: nn.Module, capacity: int, device: torch.device) -> tupl
     try:
         decoder = ContinuousBatchDecoder(model, greedy, 2, 64, device)
         decoder._graphs = None
-        decoder.admit([Request((number, 0), prompt, 0, _CHECKED_TOKENS + 2) for number, prompt in enumerate(prompts)])
+        decoder.admit(
+            [
+                Request((number, 0), prompt, 0, _CHECKED_TOKENS + 2)
+                for number, prompt in enumerate(prompts)
+            ]
+        )
         for _ in range(_CHECKED_TOKENS - 1):
             decoder.step()
         placed = decoder._logits(decoder._used)[:2]
-        texts = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, decoder._answers, strict=True)]
-        whole = torch.cat([_forward(model, input_ids=torch.tensor([text], device=device)) for text in texts])
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, FloatingPointError) as error:
-        return False, f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        texts = [
+            [*prompt, *answer.tokens]
+            for prompt, answer in zip(prompts, decoder._answers, strict=True)
+        ]
+        whole = torch.cat(
+            [_forward(model, input_ids=torch.tensor([text], device=device)) for text in texts]
+        )
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        FloatingPointError,
+    ) as error:
+        return (
+            False,
+            f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}",
+        )
     tolerance = (1e-4 if placed.dtype == torch.float32 else 0.05) * whole.float().abs().max().item()
     difference = (placed.float() - whole.float()).abs().max().item()
     return difference <= tolerance, f"its logits differ by {difference:.2g}"

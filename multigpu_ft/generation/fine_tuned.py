@@ -53,7 +53,9 @@ class FineTuned:
     name: str
     path: Path
     config: RunConfig  # what it was made from, how, and of which data
-    trained: list[dict[str, Any]] = field(default_factory=list)  # slice ledger, as far as it is known
+    trained: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # slice ledger, as far as it is known
     quantization: str | None = None  # of the frozen weights beside its adapter
     label_names: list[str] | None = None
     tokenizer: str | None = None  # digest of the one it was trained with
@@ -66,7 +68,11 @@ class FineTuned:
 
     @property
     def has_adapter(self) -> bool:
-        return self.config.tuning != "full" if self.is_checkpoint else (self.path / "adapter_config.json").exists()
+        return (
+            self.config.tuning != "full"
+            if self.is_checkpoint
+            else (self.path / "adapter_config.json").exists()
+        )
 
 
 def of_the_model(cfg: RunConfig, **changes: Any) -> RunConfig:
@@ -77,9 +83,13 @@ def of_the_model(cfg: RunConfig, **changes: Any) -> RunConfig:
 def _config_of_commit(stored: dict[str, Any]) -> RunConfig:
     "The settings that a checkpoint's fingerprint tells."
     task, fields, adapter = stored["task"], stored["fields"], stored.get("adapter")
-    named: dict[str, Any] = {"messages_field": fields[0]} if task == "chat" else {"text_field": fields[0]}
+    named: dict[str, Any] = (
+        {"messages_field": fields[0]} if task == "chat" else {"text_field": fields[0]}
+    )
     if task == "classification":
-        named |= {"label_field": fields[-1]} | ({"text_pair_field": fields[1]} if len(fields) == 3 else {})
+        named |= {"label_field": fields[-1]} | (
+            {"text_pair_field": fields[1]} if len(fields) == 3 else {}
+        )
     if adapter:
         named |= {
             "tuning": "lora",
@@ -88,7 +98,10 @@ def _config_of_commit(stored: dict[str, Any]) -> RunConfig:
             "lora_target_modules": adapter["target_modules"],
         }
     names = ("model", "revision", "dataset", "dataset_split", "dataset_revision", "task")
-    return RunConfig(**{name: stored[name] for name in names} | {"dataset": without_folder(stored["dataset"])}, **named)
+    return RunConfig(
+        **{name: stored[name] for name in names} | {"dataset": without_folder(stored["dataset"])},
+        **named,
+    )
 
 
 def _run_of(path: Path) -> RunDir | None:
@@ -136,7 +149,11 @@ def export_subject(path: Path, name: str | None = None, base: str | None = None)
 
     Raises `CheckpointError` if it is none, `ConfigError` if nothing tells the base model."""
     path = path.resolve()
-    adapter, check, run = _read(path / "adapter_config.json"), _read(path / "check.json"), _run_of(path)
+    adapter, check, run = (
+        _read(path / "adapter_config.json"),
+        _read(path / "check.json"),
+        _run_of(path),
+    )
     if not adapter and not _read(path / "config.json").get("model_type"):
         raise CheckpointError(
             f"{path} holds neither a checkpoint ({COMMIT_FILE}) nor a model (config.json) nor an adapter (adapter_config.json)."
@@ -146,17 +163,29 @@ def export_subject(path: Path, name: str | None = None, base: str | None = None)
     if run:
         status, cfg = run.status(), run.config()
         label_names = status.get("label_names") or check.get("label_names")
-        name = name or (short_name(path.name) if path.name != "export" else None) or _name_of(run, status)
+        name = (
+            name
+            or (short_name(path.name) if path.name != "export" else None)
+            or _name_of(run, status)
+        )
         trained = check.get("trained") or _ledger(run)
     else:
         status, label_names, trained = {}, check.get("label_names"), check.get("trained", [])
         made_from = base or check.get("base_model") or adapter.get("base_model_name_or_path")
         if not made_from:
-            raise ConfigError(f"nothing in {path} tells which model it was made from; name that with base=.")
+            raise ConfigError(
+                f"nothing in {path} tells which model it was made from; name that with base=."
+            )
         if (path / "base" / "config.json").exists() and not base:  # a builtin base travels along
             made_from = str(path / "base")
-        known = {key: check[key] for key in _OF_THE_MODEL if key in check and key not in ("model", "dtype", "tuning")}
-        tuning = {"4bit": "qlora", "8bit": "lora8bit"}.get(quantization, "lora") if adapter else "full"
+        known = {
+            key: check[key]
+            for key in _OF_THE_MODEL
+            if key in check and key not in ("model", "dtype", "tuning")
+        }
+        tuning = (
+            {"4bit": "qlora", "8bit": "lora8bit"}.get(quantization, "lora") if adapter else "full"
+        )
         cfg = RunConfig(**{**known, "model": made_from, "tuning": tuning})
     if merged:
         cfg = cfg.replace(tuning="full", merge_adapter=False, quantization="auto")
@@ -183,7 +212,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _name_of(run: RunDir, status: dict[str, Any]) -> str:
     "An export has the name of the checkpoint of the same weights."
-    return status.get("checkpoint") if status.get("checkpoint") and not run.config().keep_best else run.name
+    return (
+        status.get("checkpoint")
+        if status.get("checkpoint") and not run.config().keep_best
+        else run.name
+    )
 
 
 def _ledger(run: RunDir) -> list[dict[str, Any]]:
@@ -197,8 +230,14 @@ def _ledger(run: RunDir) -> list[dict[str, Any]]:
     origin = Path(status["resumed_from"]) if status.get("resumed_from") else None
     parent = _run_of(origin) if origin else None
     earlier = _ledger(parent) if parent and parent.path != run.path else []
-    own = [{"start_idx": status["slice"][0], "end_idx": status["slice"][1]}] if status.get("slice") else []
-    return [s for s in earlier if own != [{"start_idx": s["start_idx"], "end_idx": s["end_idx"]}]] + own
+    own = (
+        [{"start_idx": status["slice"][0], "end_idx": status["slice"][1]}]
+        if status.get("slice")
+        else []
+    )
+    return [
+        s for s in earlier if own != [{"start_idx": s["start_idx"], "end_idx": s["end_idx"]}]
+    ] + own
 
 # %% ../../nbs/generation/01_fine_tuned.ipynb #e9310633
 def find_runs(run: Any, run_root: str | Path | None = None) -> list[RunDir]:
@@ -218,7 +257,9 @@ def find_runs(run: Any, run_root: str | Path | None = None) -> list[RunDir]:
         return find_runs([word.strip() for word in str(run).split(",") if word.strip()], run_root)
     if (path / "status.json").exists() and (path / "config.json").exists():
         return [RunDir(path)]
-    found = [RunDir(p.parent) for p in path.glob("*/config.json") if (p.parent / "status.json").exists()]
+    found = [
+        RunDir(p.parent) for p in path.glob("*/config.json") if (p.parent / "status.json").exists()
+    ]
     if not found:
         there = ", ".join(sorted(p.parent.name for p in root.glob("*/status.json"))) or "none"
         raise ConfigError(
@@ -232,14 +273,21 @@ def _last_of_each_slice(runs: list[RunDir]) -> list[RunDir]:
     last: dict[tuple[Any, ...], RunDir] = {}
     for run in runs:
         cfg = run.config()
-        key = (cfg.model, cfg.dataset, cfg.tuning, *run.status().get("slice", (cfg.start_idx, cfg.end_idx)))
+        key = (
+            cfg.model,
+            cfg.dataset,
+            cfg.tuning,
+            *run.status().get("slice", (cfg.start_idx, cfg.end_idx)),
+        )
         if _has_export(run) or run.checkpoints():
             last[key] = run if _has_export(run) or key not in last else last[key]
     return sorted(last.values(), key=lambda r: r.status().get("launched", 0))
 
 
 def _has_export(run: RunDir) -> bool:
-    return any((run.path / "export" / name).exists() for name in ("config.json", "adapter_config.json"))
+    return any(
+        (run.path / "export" / name).exists() for name in ("config.json", "adapter_config.json")
+    )
 
 
 def newest_subject(run: RunDir) -> FineTuned:
@@ -281,10 +329,14 @@ def find_subjects(
     found: list[Path] = []
     for name in filter(None, map(str.strip, names)):
         found += [p for p in _named(name, runs, sorted(kept, key=saved_at)) if p not in found]
-    found.sort(key=lambda path: saved_at(path) if (path / COMMIT_FILE).exists() else path.stat().st_mtime)
+    found.sort(
+        key=lambda path: saved_at(path) if (path / COMMIT_FILE).exists() else path.stat().st_mtime
+    )
     return _distinct(
         [
-            checkpoint_subject(path, base) if (path / COMMIT_FILE).exists() else export_subject(path, base=base)
+            checkpoint_subject(path, base)
+            if (path / COMMIT_FILE).exists()
+            else export_subject(path, base=base)
             for path in found
         ]
     )
@@ -303,14 +355,18 @@ def _named(name: str, runs: list[RunDir], kept: list[Path]) -> list[Path]:
     if matching := [c for c in kept if c.name == name]:
         return matching[-1:]
     there = ", ".join(dict.fromkeys(c.name for c in kept)) or "none"
-    raise CheckpointError(f"no checkpoint {name!r}{f' of {runs[-1].name}' if runs else ''}; available: {there}.")
+    raise CheckpointError(
+        f"no checkpoint {name!r}{f' of {runs[-1].name}' if runs else ''}; available: {there}."
+    )
 
 
 def _distinct(subjects: list[FineTuned]) -> list[FineTuned]:
     "With the run in the name where several have the same one. `base` is the base's."
     names = ["base", *(s.name for s in subjects)]
     made = [
-        replace(s, name=f"{s.name} of {s.run.name if s.run else s.path.parent.name}") if names.count(s.name) > 1 else s
+        replace(s, name=f"{s.name} of {s.run.name if s.run else s.path.parent.name}")
+        if names.count(s.name) > 1
+        else s
         for s in subjects
     ]
     taken: dict[str, int] = {}
@@ -330,17 +386,24 @@ def fetch_export(repo: str) -> Path:
         return Path(repo).expanduser()
     name, _, revision = repo.partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ConfigError(f"hf_repo={repo!r} is neither a folder nor of the form 'user/name' or 'user/name@revision'.")
+        raise ConfigError(
+            f"hf_repo={repo!r} is neither a folder nor of the form 'user/name' or 'user/name@revision'."
+        )
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(
-                name, revision=revision or None, allow_patterns=_FETCHED, ignore_patterns=["checkpoints/*"]
+                name,
+                revision=revision or None,
+                allow_patterns=_FETCHED,
+                ignore_patterns=["checkpoints/*"],
             )
         )
     except Exception as error:  # of the Hub's many kinds
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
         raise ModelError(
             f"hf_repo={repo!r} could not be loaded from the Hub: {reason[:300]} Check its name, the network (on Kaggle: Settings, Internet on), "
             "and HF_TOKEN if it is private."

@@ -66,7 +66,9 @@ def find_subject(assignment: GenerationJob, cfg: RunConfig) -> FineTuned | None:
         return None
     path = Path(assignment.subject)
     return (
-        checkpoint_subject(path, cfg.model) if (path / COMMIT_FILE).exists() else export_subject(path, base=cfg.model)
+        checkpoint_subject(path, cfg.model)
+        if (path / COMMIT_FILE).exists()
+        else export_subject(path, base=cfg.model)
     )
 
 
@@ -79,7 +81,12 @@ def _weights(subject: FineTuned | None, cfg: RunConfig) -> list[Any]:
     )
     if subject is None:
         return [base]
-    return [base, commit_digest(read_commit(subject.path)) if subject.is_checkpoint else content_sample(subject.path)]
+    return [
+        base,
+        commit_digest(read_commit(subject.path))
+        if subject.is_checkpoint
+        else content_sample(subject.path),
+    ]
 
 
 def _ends(stop: tuple[str, ...], tokenizer: Any) -> Callable[[list[int]], bool]:
@@ -102,14 +109,21 @@ def _without_reward(record: dict[str, Any]) -> dict[str, Any]:
 def _text(answer: Answer, eos: frozenset[int], stop: tuple[str, ...], tokenizer: Any) -> str:
     tokens = answer.tokens[:-1] if answer.tokens[-1] in eos else answer.tokens
     text = tokenizer.decode(tokens, skip_special_tokens=True)
-    return text[: min((place for word in stop if (place := text.find(word)) >= 0), default=len(text))].strip()
+    return text[
+        : min((place for word in stop if (place := text.find(word)) >= 0), default=len(text))
+    ].strip()
 
 # %% ../../nbs/generation/09_generator.ipynb #323a08fd
 class _Transformers:
     "The model in this rank's memory. Raises `ModelError` if it does not fit."
 
     def __init__(
-        self, cfg: RunConfig, assignment: GenerationJob, subject: FineTuned | None, world: World, tokenizer: Any
+        self,
+        cfg: RunConfig,
+        assignment: GenerationJob,
+        subject: FineTuned | None,
+        world: World,
+        tokenizer: Any,
     ) -> None:
         quantization = quantization_of(subject, cfg, world, assignment.quantization)
         loaded = load_holder(cfg, subject, world, tokenizer, None, quantization)
@@ -135,7 +149,9 @@ class _Transformers:
     ) -> Callable[[int], Any]:
         fine, why = can_be_placed(self._loaded.model, capacity, self._device)
         if not fine:
-            remark(f"each question is decoded by itself, without filling places that become free: {why}")
+            remark(
+                f"each question is decoded by itself, without filling places that become free: {why}"
+            )
         kind = ContinuousBatchDecoder if fine else GroupedDecoder
         return lambda rows: kind(self._loaded.model, rules, rows, capacity, self._device)
 
@@ -144,7 +160,12 @@ class _VLLM:
     "The model in a vLLM engine."
 
     def __init__(
-        self, cfg: RunConfig, assignment: GenerationJob, subject: FineTuned | None, world: World, tokenizer: Any
+        self,
+        cfg: RunConfig,
+        assignment: GenerationJob,
+        subject: FineTuned | None,
+        world: World,
+        tokenizer: Any,
     ) -> None:
         self._cfg, self._subject, self._world = cfg, subject, world
         merged = subject and not subject.has_adapter
@@ -159,12 +180,16 @@ class _VLLM:
     def decoder_maker(
         self, rules: Rules, capacity: int, stop: tuple[str, ...], remark: Callable[[str], None]
     ) -> Callable[[int], Any]:
-        return lambda rows: start_vllm(self._cfg, self._subject, self._world.local_rank, rows, capacity, rules, stop)
+        return lambda rows: start_vllm(
+            self._cfg, self._subject, self._world.local_rank, rows, capacity, rules, stop
+        )
 
 
 def _world_apart() -> World:
     "The ranks without a process group."
-    rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, local_rank, size = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
     return World(rank, local_rank, size, torch.device("cpu"))
 
 # %% ../../nbs/generation/09_generator.ipynb #1e25fadc
@@ -174,7 +199,10 @@ _TELL_EVERY_S, _LOG_EVERY_S, _SPARE_S = 0.3, 2.0, 60.0
 def _join_store() -> dist.Store:
     "torchrun's own."
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(hours=2)
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(hours=2),
     )
     return dist.PrefixStore("generation", store)
 
@@ -207,7 +235,9 @@ class Generation:
         self.reward = self._load_reward()
         subject = find_subject(self.assignment, self.cfg)
         self.tokenizer = load_tokenizer(
-            self.cfg.replace(model=self.assignment.tokenizer, revision=None) if self.assignment.tokenizer else self.cfg
+            self.cfg.replace(model=self.assignment.tokenizer, revision=None)
+            if self.assignment.tokenizer
+            else self.cfg
         )
         self.stop_strings = self._choose_template()
         loaded_questions, self.left_out = load_questions(
@@ -220,18 +250,29 @@ class Generation:
         self.questions = {
             q.number: q
             for q in tokenize_questions(
-                loaded_questions, self.tokenizer, positions, self.left_out, self.assignment.enable_thinking
+                loaded_questions,
+                self.tokenizer,
+                positions,
+                self.left_out,
+                self.assignment.enable_thinking,
             )
         }
         self.rules = self._make_rules()
         self.requests = self._make_requests(subject, positions)
         there = read_shards(run_dir.path / "samples")
         self.missing = [r for r in self.requests if self.keys[r.key] not in there]
-        self.found = {r.key: there[self.keys[r.key]] for r in self.requests if self.keys[r.key] in there}
+        self.found = {
+            r.key: there[self.keys[r.key]] for r in self.requests if self.keys[r.key] in there
+        }
         self._say_what_is_odd(len(there))
         self._meet("read")  # before anybody writes: what is missing has to be the same for all
         self.shard = Shard(run_dir.path / "samples" / f"rank{self.world.rank}.jsonl")
-        self.counts = {"sequences": 0, "tokens": 0, "accepted": 0, "reward_errors": 0}  # of this rank, not told yet
+        self.counts = {
+            "sequences": 0,
+            "tokens": 0,
+            "accepted": 0,
+            "reward_errors": 0,
+        }  # of this rank, not told yet
         self.is_stopping, self._told, self._logged = False, 0.0, (time.monotonic(), 0, 0)
 
     def _meet(self, where: str) -> None:
@@ -256,7 +297,10 @@ class Generation:
         self.tracker.remark(
             f"the tokenizer of {self.cfg.model} has no chat template, so questions are asked plainly, as in 'user: ...', 'assistant:'"
         )
-        return (*self.assignment.stop, "\nuser:")  # where a base model would go on with the next question
+        return (
+            *self.assignment.stop,
+            "\nuser:",
+        )  # where a base model would go on with the next question
 
     def _make_rules(self) -> Rules:
         settings, chosen = self.model.settings, self.assignment
@@ -276,11 +320,17 @@ class Generation:
         }
         self.keys, requests = {}, []
         for question in sorted(self.questions.values(), key=lambda q: (-len(q.prompt), q.number)):
-            limit = min(chosen.max_new_tokens, positions - len(question.prompt)) if positions else chosen.max_new_tokens
+            limit = (
+                min(chosen.max_new_tokens, positions - len(question.prompt))
+                if positions
+                else chosen.max_new_tokens
+            )
             for sample in range(chosen.num_sequences_per_question):
                 seed = sequence_seed(chosen.seed, question.number, sample)
                 requests.append(Request((question.number, sample), question.prompt, seed, limit))
-                self.keys[question.number, sample] = answer_key({**about, "limit": limit}, question.prompt, seed)
+                self.keys[question.number, sample] = answer_key(
+                    {**about, "limit": limit}, question.prompt, seed
+                )
         return requests
 
     def _say_what_is_odd(self, written: int) -> None:
@@ -330,7 +380,9 @@ class Generation:
 
     def _decode(self, queue: Queue, rows: int) -> None:
         capacity = max(len(r.prompt) + r.limit for r in self.missing)
-        make_decoder = self.model.decoder_maker(self.rules, capacity, self.stop_strings, self.tracker.remark)
+        make_decoder = self.model.decoder_maker(
+            self.rules, capacity, self.stop_strings, self.tracker.remark
+        )
         for answers in decode(queue, make_decoder, rows, self._do_with_less):
             for answer in answers:
                 self._keep(answer)
@@ -357,7 +409,13 @@ class Generation:
             "completion_tokens": len(answer.tokens),
         }
         self._write(
-            {"key": self.keys[answer.request.key], "question": number, "sample": sample, "record": record}, question
+            {
+                "key": self.keys[answer.request.key],
+                "question": number,
+                "sample": sample,
+                "record": record,
+            },
+            question,
         )
         self.counts["sequences"] += 1
         self.counts["tokens"] += len(answer.tokens)
@@ -375,15 +433,23 @@ class Generation:
         self.shard.add(line)
 
     def _is_good(self, record: dict[str, Any]) -> bool:
-        return not self.reward or (record.get("reward") is not None and record["reward"] > self.assignment.reward_above)
+        return not self.reward or (
+            record.get("reward") is not None and record["reward"] > self.assignment.reward_above
+        )
 
     def _reward_again(self) -> None:
         "Judge answers that are there and that this reward function has not judged, or failed to."
         for line in self.found.values() if self.reward else ():
-            if line.get("reward_by") == self.assignment.reward and "reward_error" not in line["record"]:
+            if (
+                line.get("reward_by") == self.assignment.reward
+                and "reward_error" not in line["record"]
+            ):
                 self.counts["accepted"] += self._is_good(line["record"])
             else:
-                self._write({**line, "record": _without_reward(line["record"])}, self.questions[line["question"]])
+                self._write(
+                    {**line, "record": _without_reward(line["record"])},
+                    self.questions[line["question"]],
+                )
 
     def _look(self) -> None:
         "What is to be done now and then: a beat, the counters, and whether to stop."
@@ -406,12 +472,20 @@ class Generation:
         if not self.world.is_main:
             return
         done = len(self.found) + totals["sequences"]
-        status = {"slice_step": done, "step": done, **({"state": "stopping"} if self.is_stopping else {})}
+        status = {
+            "slice_step": done,
+            "step": done,
+            **({"state": "stopping"} if self.is_stopping else {}),
+        }
         (self.tracker.status if now else self.tracker.heartbeat)(**status)
         since, sequences, tokens = self._logged
         if (now and totals["sequences"] > sequences) or self._told - since > _LOG_EVERY_S:
             self._logged = (self._told, totals["sequences"], totals["tokens"])
-            judged = {"accepted": totals["accepted"], "reward_errors": totals["reward_errors"]} if self.reward else {}
+            judged = (
+                {"accepted": totals["accepted"], "reward_errors": totals["reward_errors"]}
+                if self.reward
+                else {}
+            )
             seconds = max(1e-9, self._told - since)
             self.tracker.log(
                 {
@@ -439,7 +513,10 @@ class Generation:
     def _outcome(self) -> dict[str, Any]:
         "If all answers are there, put them into the one file, or two. Returns the last status."
         seconds = time.monotonic() - self._begun
-        speeds = {name: round(self.totals[name] / max(seconds, 1e-9), 2) for name in ("sequences", "tokens")}
+        speeds = {
+            name: round(self.totals[name] / max(seconds, 1e-9), 2)
+            for name in ("sequences", "tokens")
+        }
         lines = read_shards(self.run_dir.path / "samples")
         records = [
             (r.key, lines[self.keys[r.key]]["record"])
@@ -456,27 +533,33 @@ class Generation:
             "tokens_per_second": speeds["tokens"],
             "stopped": sum(record["finish_reason"] == "stop" for _, record in records),
             "left_out": len(self.left_out),
-            "accepted": sum(self._is_good(record) for _, record in records) if self.reward else None,
+            "accepted": sum(self._is_good(record) for _, record in records)
+            if self.reward
+            else None,
         }
-        if troubles := [record["reward_error"] for _, record in records if "reward_error" in record]:
+        if troubles := [
+            record["reward_error"] for _, record in records if "reward_error" in record
+        ]:
             failed = f"the reward function failed on {len(troubles):,} of {len(records):,} answers, which are left out"
             self.tracker.remark(f"{failed}; the first time: {troubles[0]}")
         if len(records) < len(self.requests):
-            message = (
-                f"{len(records):,} of {len(self.requests):,} sequences are there; the same call again makes the rest"
-            )
+            message = f"{len(records):,} of {len(self.requests):,} sequences are there; the same call again makes the rest"
             return {"state": "stopped", "generated": made, "message": message}
         good = [(key, record) for key, record in records if self._is_good(record)]
         output, val_output = self.assignment.output, self.assignment.val_output
         chosen = (
             validation_questions(
-                (number for (number, _), _ in good), self.assignment.val_fraction, self.assignment.seed
+                (number for (number, _), _ in good),
+                self.assignment.val_fraction,
+                self.assignment.seed,
             )
             if val_output
             else set()
         )
         made["written"] = {
-            output: write_records(Path(output), (record for (number, _), record in good if number not in chosen))
+            output: write_records(
+                Path(output), (record for (number, _), record in good if number not in chosen)
+            )
         }
         if val_output:
             made["written"][val_output] = write_records(
@@ -495,7 +578,9 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
         generation.tracker.status(activity=None, **outcome)
     except BaseException as error:
         rank = int(os.environ.get("RANK", 0))
-        write_error(Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.error_file(rank)), error)
+        write_error(
+            Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or run_dir.error_file(rank)), error
+        )
         print(hide_secrets(traceback.format_exc()), file=sys.stderr)
         leave(1)
     leave(0)

@@ -48,36 +48,56 @@ class Loaded:
         quantization: str,
         adapter: FineTuned | None,
     ) -> None:
-        self.world, self.tokenizer, self.dtype = world, tokenizer, compute_dtype(cfg.dtype, world.device)
+        self.world, self.tokenizer, self.dtype = (
+            world,
+            tokenizer,
+            compute_dtype(cfg.dtype, world.device),
+        )
         shell = load_shell(cfg, tokenizer, label_names, self.dtype).requires_grad_(False)
         needed = frozen_bytes(shell, self.dtype, quantization)
         fits = world.max(float(needed > _FILLED * free_bytes(world.device))) == 0
-        self.sharded = cfg.strategy == "fsdp" or (cfg.strategy == "auto" and not fits and world.size > 1)
+        self.sharded = cfg.strategy == "fsdp" or (
+            cfg.strategy == "auto" and not fits and world.size > 1
+        )
         if self.sharded and quantization == "8bit":
             raise ModelError(
                 f"{cfg.model} in 8 bit takes {needed / 2**30:.1f} GiB, and 8-bit weights do not survive being spread over GPUs by fsdp."
             )
-        model, streamed = load_base(cfg, world, tokenizer, label_names, self.dtype, quantization, self.sharded)
-        if streamed and model.can_generate():  # rank 0 has read what the model recommends for generation
+        model, streamed = load_base(
+            cfg, world, tokenizer, label_names, self.dtype, quantization, self.sharded
+        )
+        if (
+            streamed and model.can_generate()
+        ):  # rank 0 has read what the model recommends for generation
             settings = [model.generation_config if world.is_main else None]
             dist.broadcast_object_list(settings, src=0)
             model.generation_config = settings[0]
         if adapter is not None:
             model = _put_on(adapter, model, cfg)
-            for parameter in model.parameters():  # as in training, where the compute dtype is that of all
+            for (
+                parameter
+            ) in model.parameters():  # as in training, where the compute dtype is that of all
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(self.dtype)
         # nothing is to be cast any more
-        how = cfg.replace(dtype="fp32", strategy="auto", communication="micro_batch", sharding="full_shard")
+        how = cfg.replace(
+            dtype="fp32", strategy="auto", communication="micro_batch", sharding="full_shard"
+        )
         self.strategy = (FSDP if self.sharded else Single)(how, world)
-        self.strategy.prepare(ClassifierLoss(model) if label_names else LossModel(model), lambda _: None, streamed)
+        self.strategy.prepare(
+            ClassifierLoss(model) if label_names else LossModel(model), lambda _: None, streamed
+        )
         if not self.sharded:
             align(model)
         self.model = model
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        with self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext():
+        with (
+            self.model.disable_adapter()
+            if hasattr(self.model, "disable_adapter")
+            else nullcontext()
+        ):
             yield
 
     def take(self, subject: FineTuned) -> None:
@@ -89,7 +109,14 @@ class Loaded:
             self._fill(subject)
         if check := read_check(subject.path):
             with evaluating(self.strategy.model):
-                confirm_export(subject.path, check, self.strategy.forward, self.model, self.dtype, self.world.device)
+                confirm_export(
+                    subject.path,
+                    check,
+                    self.strategy.forward,
+                    self.model,
+                    self.dtype,
+                    self.world.device,
+                )
 
     def _fill(self, subject: FineTuned) -> None:
         from torch.distributed.tensor import DTensor, distribute_tensor
@@ -114,7 +141,9 @@ class Loaded:
                 whole = file.get_tensor(key).to(self.world.device, self.dtype)
                 sharded = isinstance(parameter, DTensor)
                 parameter.copy_(
-                    distribute_tensor(whole, parameter.device_mesh, parameter.placements) if sharded else whole
+                    distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                    if sharded
+                    else whole
                 )
 
     def is_zero(self) -> bool:
@@ -134,7 +163,12 @@ class Loaded:
         two = [texts[int(i)] for i in np.argsort(-texts.lengths, kind="stable")[:2]]
         with evaluating(core):
             fine = self_check(
-                losses_of, two if len(two) == 2 else two * 2, texts.pad_id, self.dtype, cfg.max_length, masks=False
+                losses_of,
+                two if len(two) == 2 else two * 2,
+                texts.pad_id,
+                self.dtype,
+                cfg.max_length,
+                masks=False,
             )["chunked"]
         core.chunked = self.world.max(float(not fine)) == 0
 
@@ -158,7 +192,13 @@ def place_of(subject: FineTuned | None) -> tuple[str, ...]:
         return "model", str(subject.path)
     if subject.is_checkpoint:
         cfg = subject.config
-        return "lora", str(cfg.lora_r), str(cfg.lora_alpha), cfg.lora_target_modules, str(subject.quantization)
+        return (
+            "lora",
+            str(cfg.lora_r),
+            str(cfg.lora_alpha),
+            cfg.lora_target_modules,
+            str(subject.quantization),
+        )
     return "adapter", (subject.path / "adapter_config.json").read_text(), str(subject.quantization)
 
 
@@ -175,16 +215,35 @@ def load_holder(
         names = ("tuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
         cfg = base.replace(**{name: getattr(holder.config, name) for name in names})
         return Loaded(cfg, world, tokenizer, label_names, quantization, holder)
-    cfg = base.replace(model=str(holder.path), revision=None) if holder and not holder.is_checkpoint else base
-    return Loaded(cfg.replace(tuning="full"), world, tokenizer, label_names, "none" if holder else quantization, None)
+    cfg = (
+        base.replace(model=str(holder.path), revision=None)
+        if holder and not holder.is_checkpoint
+        else base
+    )
+    return Loaded(
+        cfg.replace(tuning="full"),
+        world,
+        tokenizer,
+        label_names,
+        "none" if holder else quantization,
+        None,
+    )
 
 
-def quantization_of(subject: FineTuned | None, base: RunConfig, world: World, wanted: str | None = None) -> str:
+def quantization_of(
+    subject: FineTuned | None, base: RunConfig, world: World, wanted: str | None = None
+) -> str:
     """In what precision weights are that were not trained: as `wanted`, or as they were beside the adapter.
 
     Raises `ConfigError` if that takes a package that is missing."""
-    beside = (subject.quantization or subject.config.quantized) if subject and subject.has_adapter else None
+    beside = (
+        (subject.quantization or subject.config.quantized)
+        if subject and subject.has_adapter
+        else None
+    )
     stored = wanted or beside or "none"
     if stored == "none":
         return stored
-    return choose_quantization(base.replace(tuning="lora", quantization=stored), world.size, world.device)[0]
+    return choose_quantization(
+        base.replace(tuning="lora", quantization=stored), world.size, world.device
+    )[0]

@@ -77,7 +77,9 @@ def load_questions(
     return found, left_out
 
 
-def _messages(row: dict[str, Any], messages_field: str, question_field: str, place: str) -> list[dict[str, Any]]:
+def _messages(
+    row: dict[str, Any], messages_field: str, question_field: str, place: str
+) -> list[dict[str, Any]]:
     if messages_field not in row and question_field not in row:
         raise DataError(
             f"{place} has neither {messages_field!r} (a conversation) nor {question_field!r} (a text); its fields are: {', '.join(map(str, row))}. "
@@ -86,11 +88,15 @@ def _messages(row: dict[str, Any], messages_field: str, question_field: str, pla
     if messages_field not in row:
         text = row[question_field]
         if text is not None and not isinstance(text, str):
-            raise DataError(f"{place}: {question_field!r} must be text, got {type(text).__name__} {str(text)[:40]!r}.")
+            raise DataError(
+                f"{place}: {question_field!r} must be text, got {type(text).__name__} {str(text)[:40]!r}."
+            )
         return [{"role": "user", "content": whole_text(text or "", question_field, place)}]
     messages = row[messages_field] or []
     if not isinstance(messages, list):
-        raise DataError(f"{place}: expected a list of messages, got {type(messages).__name__} {str(messages)[:40]!r}.")
+        raise DataError(
+            f"{place}: expected a list of messages, got {type(messages).__name__} {str(messages)[:40]!r}."
+        )
     for number, message in enumerate(messages, 1):
         if (
             not isinstance(message, dict)
@@ -101,7 +107,9 @@ def _messages(row: dict[str, Any], messages_field: str, question_field: str, pla
                 f'{place}, message {number}: expected {{"role": "user", "content": "..."}}, got {str(message)[:60]!r}.'
             )
         whole_text(
-            "".join(text for text in message.values() if isinstance(text, str)), "content", f"{place}, message {number}"
+            "".join(text for text in message.values() if isinstance(text, str)),
+            "content",
+            f"{place}, message {number}",
         )
     return messages
 
@@ -136,5 +144,7 @@ def tokenize_questions(
         else:
             left_out.add("they have no tokens", question.number)
     if not asked:
-        raise DataError(f"no question is left to ask. {'; '.join(left_out.remarks(len(questions) + len(left_out)))}.")
+        raise DataError(
+            f"no question is left to ask. {'; '.join(left_out.remarks(len(questions) + len(left_out)))}."
+        )
     return asked

@@ -16,7 +16,10 @@ import torch
 # %% ../../nbs/generation/02_sampling.ipynb #6a8cfbc6
 def sequence_seed(seed: int, question: int, sample: int) -> int:
     "The seed of sample number `sample` of question number `question` in a generation with `seed`."
-    return int.from_bytes(hashlib.sha256(f"{seed}/{question}/{sample}".encode()).digest()[:8], "big") >> 11
+    return (
+        int.from_bytes(hashlib.sha256(f"{seed}/{question}/{sample}".encode()).digest()[:8], "big")
+        >> 11
+    )
 
 
 def draws(seed: int, count: int) -> np.ndarray:
@@ -34,14 +37,26 @@ class Sampling:
 
     @classmethod
     def of(
-        cls, settings: Any, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None
+        cls,
+        settings: Any,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
     ) -> "Sampling":
         "What is given, and for the rest what the model's own generation `settings` (of transformers) recommend."
 
         def chosen(name: str, given: Any, otherwise: Any) -> Any:
-            return next(value for value in (given, getattr(settings, name, None), otherwise) if value is not None)
+            return next(
+                value
+                for value in (given, getattr(settings, name, None), otherwise)
+                if value is not None
+            )
 
-        return cls(chosen("temperature", temperature, 1.0), chosen("top_p", top_p, 1.0), chosen("top_k", top_k, 0))
+        return cls(
+            chosen("temperature", temperature, 1.0),
+            chosen("top_p", top_p, 1.0),
+            chosen("top_k", top_k, 0),
+        )
 
 
 def choose(logits: torch.Tensor, drawn: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -61,7 +76,9 @@ def choose(logits: torch.Tensor, drawn: torch.Tensor, sampling: Sampling) -> tor
         )
         shares = likely.softmax(dim=-1)
         count = (shares.cumsum(dim=-1) - shares < sampling.top_p).sum(dim=-1, keepdim=True)
-        scores = scores.masked_fill(scores < likely.gather(-1, (count - 1).clamp(min=0)), -torch.inf)
+        scores = scores.masked_fill(
+            scores < likely.gather(-1, (count - 1).clamp(min=0)), -torch.inf
+        )
     ends = scores.softmax(dim=-1).double().cumsum(dim=-1)
     token = torch.searchsorted(ends, (drawn * ends[:, -1])[:, None], right=True)[:, 0]
     return torch.where(ends[:, -1].isfinite(), token, -1)

@@ -18,7 +18,9 @@ from ..run.config import RunConfig
 class VLLMDecoder:
     "`rows` sequences at a time in a vLLM `engine`; `make_params` makes its `SamplingParams` of a request, `lora` is the adapter, if there is one."
 
-    def __init__(self, engine: Any, make_params: Callable[[Request], Any], rows: int, lora: Any = None) -> None:
+    def __init__(
+        self, engine: Any, make_params: Callable[[Request], Any], rows: int, lora: Any = None
+    ) -> None:
         self.rows, self._engine, self._make_params, self._lora = rows, engine, make_params, lora
         self._requests: dict[str, Request] = {}
 
@@ -35,7 +37,10 @@ class VLLMDecoder:
             name = "/".join(map(str, request.key))
             self._requests[name] = request
             self._engine.add_request(
-                name, {"prompt_token_ids": list(request.prompt)}, self._make_params(request), lora_request=self._lora
+                name,
+                {"prompt_token_ids": list(request.prompt)},
+                self._make_params(request),
+                lora_request=self._lora,
             )
         return []
 
@@ -54,7 +59,17 @@ class VLLMDecoder:
         return finished
 
 
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM takes no others: vllm.config.lora.MaxLoRARanks
+_LORA_RANKS = (
+    1,
+    8,
+    16,
+    32,
+    64,
+    128,
+    256,
+    320,
+    512,
+)  # vLLM takes no others: vllm.config.lora.MaxLoRARanks
 
 
 def start_vllm(
@@ -68,7 +83,9 @@ def start_vllm(
 ) -> VLLMDecoder:
     "An engine on this rank's GPU. It runs in a process of its own, which sees that GPU only."
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if visible else str(local_rank)
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        visible.split(",")[local_rank] if visible else str(local_rank)
+    )
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -90,7 +107,13 @@ def start_vllm(
             dtype={"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(cfg.dtype, "auto"),
             enable_lora=adapter is not None,
             **(
-                {"max_lora_rank": min(rank for rank in _LORA_RANKS if rank >= adapter.config.lora_r)} if adapter else {}
+                {
+                    "max_lora_rank": min(
+                        rank for rank in _LORA_RANKS if rank >= adapter.config.lora_r
+                    )
+                }
+                if adapter
+                else {}
             ),
         )
     )

@@ -22,7 +22,11 @@ def share_out(requests: list[Request], ranks: int) -> list[list[Request]]:
     begin = 0
     while begin < len(requests):
         most, end = max(1, (len(requests) - begin) // (2 * ranks)), begin + 1
-        while end < len(requests) and end - begin < most and requests[end].key[0] == requests[begin].key[0]:
+        while (
+            end < len(requests)
+            and end - begin < most
+            and requests[end].key[0] == requests[begin].key[0]
+        ):
             end += 1
         units.append(requests[begin:end])
         begin = end
@@ -59,7 +63,10 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def decode(
-    queue: Queue, make_decoder: Callable[[int], Any], rows: int, on_less: Callable[[int], None] = lambda rows: None
+    queue: Queue,
+    make_decoder: Callable[[int], Any],
+    rows: int,
+    on_less: Callable[[int], None] = lambda rows: None,
 ) -> Iterator[list[Answer]]:
     """The answers to all of `queue`, as they are finished, step by step, by a decoder of `rows` sequences at a time.
 

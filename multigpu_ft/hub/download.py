@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.discovery import HUB_PREFIX
-from ..checkpoints.manifest import PROGRESS_FILE, digest, discard, flush, verify_checkpoint
+from multigpu_ft.checkpoints.manifest import (
+    PROGRESS_FILE,
+    digest,
+    discard,
+    flush,
+    verify_checkpoint,
+)
 from ..distributed.weights import wait_for_rank_0
 from ..distributed.world import World
 from multigpu_ft.hub.repository import (
@@ -62,7 +68,11 @@ def pull(
 
 
 def bring(
-    cfg: RunConfig, run_dir: RunDir, world: World, tell: Callable[..., None], remark: Callable[[str], None]
+    cfg: RunConfig,
+    run_dir: RunDir,
+    world: World,
+    tell: Callable[..., None],
+    remark: Callable[[str], None],
 ) -> RunConfig:
     """Download the checkpoint that `cfg` names on the Hub to rank 0's disk, unless the run has its own. A collective.
 
@@ -103,7 +113,9 @@ def _fetch(folder: Path, remote: Remote, patience: Patience) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         staged.write_bytes(remote.small[COMMIT_FILE])
-    needed = sum(about["bytes"] for about in files.values()) - sum(p.stat().st_size for p in folder.iterdir())
+    needed = sum(about["bytes"] for about in files.values()) - sum(
+        p.stat().st_size for p in folder.iterdir()
+    )
     free = shutil.disk_usage(folder).free
     if needed > free:
         room = f"but {folder.parents[1].parent} has only {free / 2**30:.1f} GiB free"
@@ -116,7 +128,9 @@ def _fetch(folder: Path, remote: Remote, patience: Patience) -> None:
         with client_factory()() as client:
             for name, about in sorted(files.items()):
                 if not (folder / name).exists():
-                    _fetch_one(client, remote, folder / f"{name}{PARTIAL}", about["bytes"], patience)
+                    _fetch_one(
+                        client, remote, folder / f"{name}{PARTIAL}", about["bytes"], patience
+                    )
                     os.replace(folder / f"{name}{PARTIAL}", folder / name)
     except CheckpointError:
         raise
@@ -166,7 +180,11 @@ def _download(client: Any, remote: Remote, part: Path, size: int) -> None:
     have = part.stat().st_size if part.exists() else 0
     if have == size and part.exists():
         return
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
+    headers = {
+        **build_hf_headers(),
+        "Accept-Encoding": "identity",
+        **({"Range": f"bytes={have}-"} if have else {}),
+    }
     name = part.name.removesuffix(PARTIAL)
     url = hf_hub_url(remote.repo, f"checkpoints/{remote.name}/{name}", revision=remote.revision)
     with client.stream("GET", url, headers=headers) as response, open(part, "ab") as file:
@@ -181,6 +199,8 @@ def _download(client: Any, remote: Remote, part: Path, size: int) -> None:
     found = part.stat().st_size
     if found > size:
         part.unlink()
-        raise CheckpointError(f"{remote} is damaged: {name} has more than the {size:,} bytes that {COMMIT_FILE} lists.")
+        raise CheckpointError(
+            f"{remote} is damaged: {name} has more than the {size:,} bytes that {COMMIT_FILE} lists."
+        )
     if found < size:
         raise Unreachable(f"the connection ended after {found:,} of {size:,} bytes")

@@ -28,12 +28,16 @@ def _hub_id(name: str, identity: str) -> bool:
 
     A local one is recognised even on a machine that doesn't have it.
     """
-    return bool(_HUB_ID.fullmatch(name)) and not (is_local(identity) or is_file_name(name) or Path(name).exists())
+    return bool(_HUB_ID.fullmatch(name)) and not (
+        is_local(identity) or is_file_name(name) or Path(name).exists()
+    )
 
 
 def _public(name: str, identity: str) -> str:
     "Return a Hub id unchanged, and only the last part of a path."
-    return name if _hub_id(name, identity) else name.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    return (
+        name if _hub_id(name, identity) else name.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    )
 
 
 def _metadata(cfg: RunConfig, stored: dict[str, Any]) -> str:
@@ -85,14 +89,22 @@ _LEFT_OUT = {
 def _table(head: list[str], rows: list[list[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(
-        "| " + " | ".join(str(word).replace("|", "\\|").replace("\n", " ") for word in line) + " |" for line in lines
+        "| " + " | ".join(str(word).replace("|", "\\|").replace("\n", " ") for word in line) + " |"
+        for line in lines
     )
 
 
 def _settings(cfg: RunConfig) -> list[list[Any]]:
     plain, values = RunConfig(model=cfg.model, tuning=cfg.tuning).model_dump(), cfg.model_dump()
-    shown = [name for name in values if name not in _LEFT_OUT and (name in _ALWAYS or values[name] != plain[name])]
-    return [[f"`{name}`", _public(values[name], "") if name == "eval_dataset" else values[name]] for name in shown]
+    shown = [
+        name
+        for name in values
+        if name not in _LEFT_OUT and (name in _ALWAYS or values[name] != plain[name])
+    ]
+    return [
+        [f"`{name}`", _public(values[name], "") if name == "eval_dataset" else values[name]]
+        for name in shown
+    ]
 
 
 def _metrics(cfg: RunConfig, status: dict[str, Any]) -> list[list[Any]]:
@@ -112,7 +124,10 @@ def _metrics(cfg: RunConfig, status: dict[str, Any]) -> list[list[Any]]:
 
 
 def _ledger(trained: list[dict[str, Any]]) -> str:
-    more = [f"{s['position'] / s['num_rows']:.0%}" if 0 < s["position"] < s["num_rows"] else "-" for s in trained]
+    more = [
+        f"{s['position'] / s['num_rows']:.0%}" if 0 < s["position"] < s["num_rows"] else "-"
+        for s in trained
+    ]
     rows = [
         [f"{s['start_idx']:,}-{s['end_idx']:,}", s["epochs"], f"{s['steps']:,}", part]
         for s, part in zip(trained, more, strict=True)
@@ -163,7 +178,9 @@ def model_card(run_dir: str | Path | RunDir) -> str:
     run = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     cfg, status = run.config(), run.status()
     stored, trained = _newest(run)
-    base, data = (_public(getattr(cfg, name), stored.get(name, "")) for name in ("model", "dataset"))
+    base, data = (
+        _public(getattr(cfg, name), stored.get(name, "")) for name in ("model", "dataset")
+    )
     repo, on_hub = cfg.hf_repo or "USER/REPO", _hub_id(cfg.model, stored.get("model", ""))
     how = "all weights"
     if cfg.tuning != "full":
@@ -183,7 +200,10 @@ def model_card(run_dir: str | Path | RunDir) -> str:
         verdict = json.loads((run.path / "report" / "evaluation.json").read_text()).get("verdict")
         parts += [f"Compared with the base model: {_words(verdict)}"] if verdict else []
     found = {"processes": "world_size", "strategy used": "strategy", "compute dtype": "dtype"}
-    settings = [*_settings(cfg), *([name, status[key]] for name, key in found.items() if key in status)]
+    settings = [
+        *_settings(cfg),
+        *([name, status[key]] for name, key in found.items() if key in status),
+    ]
     parts += ["## Settings", _table(["setting", "value"], settings)]
     if status.get("export"):
         parts += ["## Load", _loading(cfg, repo, base, on_hub)]

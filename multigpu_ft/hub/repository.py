@@ -26,7 +26,12 @@ from ..run.errors import CheckpointError, ConfigError
 from ..run.run_dir import COMMIT_FILE, PARTIAL, read_commit
 
 # %% ../../nbs/hub/02_repository.ipynb #71b9bf1d
-_SILENCE_S = (15.0, 120.0, 60.0, 60.0)  # limits: to connect, to get an answer, to send, to get a free connection
+_SILENCE_S = (
+    15.0,
+    120.0,
+    60.0,
+    60.0,
+)  # limits: to connect, to get an answer, to send, to get a free connection
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -42,8 +47,12 @@ def _transport_error() -> type[Exception]:
     "Return the exception for failed connections of huggingface_hub's HTTP library, which depends on its version."
     from huggingface_hub import get_session
 
-    libraries = [import_module(kind.__module__.partition(".")[0]) for kind in type(get_session()).__mro__]
-    return next(library.TransportError for library in libraries if hasattr(library, "TransportError"))
+    libraries = [
+        import_module(kind.__module__.partition(".")[0]) for kind in type(get_session()).__mro__
+    ]
+    return next(
+        library.TransportError for library in libraries if hasattr(library, "TransportError")
+    )
 
 
 def client_factory() -> Callable[[], Any]:
@@ -60,7 +69,9 @@ def client_factory() -> Callable[[], Any]:
             try:
                 response = super().send(request, **how)
             except failure as error:
-                raise Unreachable(f"{type(error).__name__} from {request.url.host}: {error}") from None
+                raise Unreachable(
+                    f"{type(error).__name__} from {request.url.host}: {error}"
+                ) from None
             if response.status_code in _BUSY:
                 response.close()
                 after = response.headers.get("Retry-After", "")
@@ -88,7 +99,9 @@ class Patience:
         The wait is random within a factor, so that clients refused at the same moment don't return together.
         """
         wait = min(self.longest_s, self.first_s * 2 ** (failures - 1)) * random.uniform(0.5, 1.5)
-        return max([wait, *(min(e.after, 300.0) for e in _chain(error) if isinstance(e, Unreachable))])
+        return max(
+            [wait, *(min(e.after, 300.0) for e in _chain(error) if isinstance(e, Unreachable))]
+        )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -109,7 +122,9 @@ def may_pass(error: BaseException) -> bool:
         if isinstance(e, HfHubHTTPError):
             # 409 and 412: another client has just written to the repository.
             return getattr(e.response, "status_code", 500) in (*_BUSY, 409, 412)
-    return isinstance(error, (OSError, RuntimeError)) and not isinstance(error, (FileNotFoundError, PermissionError))
+    return isinstance(error, (OSError, RuntimeError)) and not isinstance(
+        error, (FileNotFoundError, PermissionError)
+    )
 
 
 def persist(
@@ -142,7 +157,9 @@ def reason(error: BaseException) -> str:
         root = roots[0]
     else:
         root = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-    lines = [line.strip() for line in str(root).splitlines() if line.strip()] or [type(root).__name__]
+    lines = [line.strip() for line in str(root).splitlines() if line.strip()] or [
+        type(root).__name__
+    ]
     return re.sub(r"\?\S+", "", " ".join(lines[:2]))[:300]
 
 # %% ../../nbs/hub/02_repository.ipynb #9ad23b02
@@ -199,14 +216,21 @@ def _may_write(user: dict[str, Any], repo: str) -> str | None:
         return f"this token belongs to {name}, who can't write to {owner}'s repositories. Use {own}{known}"
     if orgs.get(owner) == "read":
         return f"{name} has only read access to the organization {owner}. Ask it for write access, or use {own}"
-    new = "Create one of type Write at https://huggingface.co/settings/tokens and put it in HF_TOKEN"
+    new = (
+        "Create one of type Write at https://huggingface.co/settings/tokens and put it in HF_TOKEN"
+    )
     label = f"the token {token.get('displayName', '')!r} of {name}"
     if token.get("role") == "read":
         return f"{label} is read-only. {new}"
     if token.get("role") == "fineGrained":
         grants = token.get("fineGrained", {})
-        scopes = [s for s in grants.get("scoped", []) if s.get("entity", {}).get("name") in (owner, repo)]
-        if "repo.write" not in [*grants.get("global", []), *(p for s in scopes for p in s.get("permissions", []))]:
+        scopes = [
+            s for s in grants.get("scoped", []) if s.get("entity", {}).get("name") in (owner, repo)
+        ]
+        if "repo.write" not in [
+            *grants.get("global", []),
+            *(p for s in scopes for p in s.get("permissions", [])),
+        ]:
             return f"{label} has no permission to write to {repo}. Grant it, or: {new}"
     return None
 
@@ -272,7 +296,9 @@ def parse_hub(resume_file: str) -> tuple[str, str | None] | None:
         return None
     found = _SPEC.fullmatch(resume_file)
     if not found or (found[2] and not is_name(found[2])):
-        raise ConfigError(f"resume_file={resume_file!r} is not of the form hub:user/repo or hub:user/repo@checkpoint.")
+        raise ConfigError(
+            f"resume_file={resume_file!r} is not of the form hub:user/repo or hub:user/repo@checkpoint."
+        )
     return found[1], found[2]
 
 
@@ -298,7 +324,9 @@ def fetch_small(repo: str, path: str, revision: str) -> bytes:
 
     url = hf_hub_url(repo, path, revision=revision)
     content = b""
-    with get_session().stream("GET", url, headers=build_hf_headers(), follow_redirects=True) as response:
+    with get_session().stream(
+        "GET", url, headers=build_hf_headers(), follow_redirects=True
+    ) as response:
         hf_raise_for_status(response)
         for chunk in response.iter_bytes():
             content += chunk
@@ -325,7 +353,10 @@ def parse_commit(content: bytes) -> dict[str, Any]:
 
 # %% ../../nbs/hub/02_repository.ipynb #f26318ab
 def find_remote(
-    cfg: RunConfig, revision: str | None = None, patience: Patience | None = None, answer_s: float = _ANSWER_S
+    cfg: RunConfig,
+    revision: str | None = None,
+    patience: Patience | None = None,
+    answer_s: float = _ANSWER_S,
 ) -> Remote:
     """Return the checkpoint that `cfg.resume_file="hub:..."` names, without its large files.
 
@@ -334,12 +365,19 @@ def find_remote(
     Raises `ConfigError` for a wrong form, `CheckpointError` if the repository or the checkpoint doesn't exist, can't be
     read, is damaged, belongs to another model or dataset, or if the Hub can't be reached.
     """
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     repo, name = parse_hub(cfg.resume_file) or ("", None)
     where = f"resume_file={cfg.resume_file!r}"
     try:
-        remote = persist(lambda: _within(answer_s, lambda: _find(repo, name, revision)), patience or Patience(tries=3))
+        remote = persist(
+            lambda: _within(answer_s, lambda: _find(repo, name, revision)),
+            patience or Patience(tries=3),
+        )
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}.") from None
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
@@ -377,14 +415,19 @@ def _find(repo: str, name: str | None, revision: str | None) -> Remote:
             f"To fine-tune a model stored there, use model='{repo}'"
         )
     if name and name not in there:
-        raise CheckpointError(f"{repo} has no checkpoint {name!r}; it has: {', '.join(sorted(there))}")
+        raise CheckpointError(
+            f"{repo} has no checkpoint {name!r}; it has: {', '.join(sorted(there))}"
+        )
     newest, commit, content = _newest_commit(repo, [name] if name else sorted(there), revision)
     for file, about in commit["files"].items():
         if sizes.get(f"checkpoints/{newest}/{file}") != about["bytes"]:
             raise CheckpointError(
                 f"checkpoint {newest} of {repo} is damaged: {file} is missing or doesn't have {about['bytes']:,} bytes"
             )
-    small = {COMMIT_FILE: content, PROGRESS_FILE: fetch_small(repo, f"checkpoints/{newest}/{PROGRESS_FILE}", revision)}
+    small = {
+        COMMIT_FILE: content,
+        PROGRESS_FILE: fetch_small(repo, f"checkpoints/{newest}/{PROGRESS_FILE}", revision),
+    }
     with tempfile.TemporaryDirectory() as folder:
         for file, content in small.items():
             (Path(folder) / file).write_bytes(content)

@@ -57,7 +57,9 @@ def _exported(run: RunDir, cfg: RunConfig) -> Path | None:
     With `merge_adapter` it is the merged model. `None` until the run's status names the export.
     """
     folder = run.path / ("merged" if cfg.merge_adapter else _EXPORT)
-    return folder if run.status().get("export") and folder.is_dir() and any(folder.iterdir()) else None
+    return (
+        folder if run.status().get("export") and folder.is_dir() and any(folder.iterdir()) else None
+    )
 
 
 def _wanted_checkpoints(run: RunDir) -> list[Path]:
@@ -76,7 +78,9 @@ def wanted(run: RunDir) -> dict[str, str]:
     found = {}
     for checkpoint in _wanted_checkpoints(run):
         with suppress(OSError):  # deleted in the meantime, when a newer one was saved
-            found[checkpoint.name] = hashlib.sha256((checkpoint / COMMIT_FILE).read_bytes()).hexdigest()
+            found[checkpoint.name] = hashlib.sha256(
+                (checkpoint / COMMIT_FILE).read_bytes()
+            ).hexdigest()
     if folder := _exported(run, run.config()):
         about = [
             (str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns)
@@ -121,7 +125,11 @@ def _git_digest(content: bytes) -> str:
 
 
 def _sha256(source: Path | bytes) -> str:
-    return hashlib.sha256(source).hexdigest() if isinstance(source, bytes) else digest(source)["sha256"]
+    return (
+        hashlib.sha256(source).hexdigest()
+        if isinstance(source, bytes)
+        else digest(source)["sha256"]
+    )
 
 
 class _Pass:
@@ -146,7 +154,11 @@ class _Pass:
     def _files(self) -> dict[str, Any]:
         from huggingface_hub.hf_api import RepoFile
 
-        return {f.path: f for f in self.api.list_repo_tree(self.repo, recursive=True) if isinstance(f, RepoFile)}
+        return {
+            f.path: f
+            for f in self.api.list_repo_tree(self.repo, recursive=True)
+            if isinstance(f, RepoFile)
+        }
 
     def has(self, path: str, source: Path | bytes, about: dict[str, Any] | None = None) -> bool:
         "Return whether the repository has this content under `path`; `about` is its size and SHA-256 if known."
@@ -156,7 +168,9 @@ class _Pass:
             return False
         if file.lfs:
             return file.lfs.sha256 == (about["sha256"] if about else _sha256(source))
-        return file.blob_id == _git_digest(source if isinstance(source, bytes) else source.read_bytes())
+        return file.blob_id == _git_digest(
+            source if isinstance(source, bytes) else source.read_bytes()
+        )
 
     def add(self, path: str, source: Path | bytes) -> Any:
         "Return a file for the next commit. A large one is uploaded at once."
@@ -184,14 +198,20 @@ class _Pass:
             print(f"the Hub rejects the model card, so it is left out: {error}", flush=True)
             self.card_refused = True
             rest = operations[1:]
-            return self.api.create_commit(self.repo, rest, commit_message=message).oid if rest else None
+            return (
+                self.api.create_commit(self.repo, rest, commit_message=message).oid
+                if rest
+                else None
+            )
 
     def _card(self) -> bytes | None:
         "Return the model card if it has changed and the one in the repository was not written by the user."
         card = model_card(self.run).encode()
         if self.card_refused or self.has(_CARD, card):
             return None
-        if _CARD in self.there and MARK not in fetch_small(self.repo, _CARD, "main").decode("utf-8", "replace"):
+        if _CARD in self.there and MARK not in fetch_small(self.repo, _CARD, "main").decode(
+            "utf-8", "replace"
+        ):
             return None
         return card
 
@@ -210,7 +230,9 @@ def _send_checkpoint(now: _Pass, checkpoint: Path) -> str | None:
         additions = {}
         for name, about in commit["files"].items():
             if not now.has(f"{folder}/{name}", checkpoint / name, about):
-                source = (checkpoint / name).read_bytes() if name == PROGRESS_FILE else checkpoint / name
+                source = (
+                    (checkpoint / name).read_bytes() if name == PROGRESS_FILE else checkpoint / name
+                )
                 additions[name] = now.add(f"{folder}/{name}", source)
         broken = [
             name
@@ -262,7 +284,9 @@ def _deletions(now: _Pass, name: str, commit: dict[str, Any]) -> list[Any]:
                 times[other] = parse_commit(content)["time"]
     newest = sorted(times, key=times.__getitem__)[-now.cfg.keep :]
     kept = {*newest, *(c.name for c in _wanted_checkpoints(now.run)), name}
-    old = [CommitOperationDelete(f"checkpoints/{n}/", is_folder=True) for n in times if n not in kept]
+    old = [
+        CommitOperationDelete(f"checkpoints/{n}/", is_folder=True) for n in times if n not in kept
+    ]
     return [CommitOperationDelete(path) for path in files] + old
 
 # %% ../../nbs/hub/04_upload.ipynb #a0c546ba
@@ -278,11 +302,18 @@ def _send_export(now: _Pass, folder: Path) -> str | None:
     """
     from huggingface_hub import CommitOperationDelete
 
-    files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != _CARD}
-    sources = {
-        path: _without_folder(source) if path == "adapter_config.json" else source for path, source in files.items()
+    files = {
+        str(p.relative_to(folder)): p
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and p.name != _CARD
     }
-    operations = [now.add(path, source) for path, source in sources.items() if not now.has(path, source)]
+    sources = {
+        path: _without_folder(source) if path == "adapter_config.json" else source
+        for path, source in files.items()
+    }
+    operations = [
+        now.add(path, source) for path, source in sources.items() if not now.has(path, source)
+    ]
     if "check.json" in now.there:
         old = [path for path in now.there if _OUR_EXPORT.fullmatch(path) and path not in files]
         operations = [CommitOperationDelete(path) for path in old] + operations
@@ -336,7 +367,10 @@ def push_run(
 
 
 def _send(
-    run: RunDir, record: dict[str, Any], note: Callable[[], None], arrived: Callable[[tuple[str, bytes]], None]
+    run: RunDir,
+    record: dict[str, Any],
+    note: Callable[[], None],
+    arrived: Callable[[tuple[str, bytes]], None],
 ) -> None:
     "Send what is missing, one item a pass, until nothing new is wanted. Raises `CheckpointError` for a damaged one."
     from huggingface_hub import constants
@@ -382,18 +416,34 @@ class Uploader:
 
     def _start(self) -> None:
         run = self._run
-        command = [sys.executable, "-u", "-m", "multigpu_ft.hub.upload", str(run.path), str(os.getpid())]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "multigpu_ft.hub.upload",
+            str(run.path),
+            str(os.getpid()),
+        ]
         environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         with open(run.log_file("hub"), "ab") as log:
             # Its own session: a SIGTERM for the rank's group asks the rank to save, and this process should send that.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment,
             )
 
     def trouble(self) -> list[str]:
         "Return errors that won't pass by themselves, each one once."
         record = read_record(self._run)
-        news = {record["error"]} - self._reported if record.get("lasting") and record["error"] else set()
+        news = (
+            {record["error"]} - self._reported
+            if record.get("lasting") and record["error"]
+            else set()
+        )
         self._reported |= news
         return [f"uploads to {record['repo']} are failing: {error}" for error in news]
 
@@ -432,7 +482,9 @@ class Uploader:
             return {"pushed_to": record["url"], "not_uploaded": []}, []
         why = f" ({record['error']})" if record["error"] else ""
         missing = f"not uploaded to {record['repo']}: {', '.join(left)}{why}"
-        return {"not_uploaded": left}, [f"{missing}. To upload it: multigpu-ft sync {self._run.path}"]
+        return {"not_uploaded": left}, [
+            f"{missing}. To upload it: multigpu-ft sync {self._run.path}"
+        ]
 
     def kill(self) -> None:
         if self._process.poll() is None:
@@ -442,7 +494,9 @@ class Uploader:
     def _moved(self) -> Any:
         "Return a value that changes during an upload: bytes read, where the system counts them, or the record's time."
         with suppress(psutil.Error, AttributeError, OSError):
-            return psutil.Process(self._process.pid).io_counters().read_chars, read_record(self._run).get("attempts")
+            return psutil.Process(self._process.pid).io_counters().read_chars, read_record(
+                self._run
+            ).get("attempts")
         return read_record(self._run).get("time")
 
 # %% ../../nbs/hub/04_upload.ipynb #c706533d
@@ -478,7 +532,9 @@ def main(run: RunDir) -> None:
     source, tried, at = _Input(), None, 0.0
     while True:
         ending, goal = source.look(), wanted(run)
-        if ending or (goal and (goal != tried or (not_uploaded(run) and time.monotonic() - at > _LATER_S))):
+        if ending or (
+            goal and (goal != tried or (not_uploaded(run) and time.monotonic() - at > _LATER_S))
+        ):
             push_run(run, ending=source.look, pause=source.look)
             tried, at = goal, time.monotonic()
         if ending:

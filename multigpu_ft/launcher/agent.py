@@ -23,7 +23,13 @@ from multigpu_ft.run.processes import (
     read_error,
     watch_parent,
 )
-from ..run.run_dir import FAILURE_FILE, GENERATION_FILE, STOPPED_EXIT_CODE, RunDir, write_json
+from multigpu_ft.run.run_dir import (
+    FAILURE_FILE,
+    GENERATION_FILE,
+    STOPPED_EXIT_CODE,
+    RunDir,
+    write_json,
+)
 
 _ORPHAN_GRACE_S = 4.0
 _SAVE_GRACE_S = 300  # after a SIGTERM; a rank that has nothing to save goes at once
@@ -124,7 +130,10 @@ class _Rendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         store = PrefixStore(self._run_id, self._store)
         return RendezvousInfo(
-            store, self._place.node_rank, self._place.nnodes, RendezvousStoreInfo(self._place.host, self._port)
+            store,
+            self._place.node_rank,
+            self._place.nnodes,
+            RendezvousStoreInfo(self._place.host, self._port),
         )
 
     def is_closed(self) -> bool:
@@ -175,11 +184,21 @@ def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]
     after = (
         (-signal.SIGTERM, -signal.SIGABRT) if errors else (-signal.SIGTERM,)
     )  # what the agent sends, and how NCCL gives up on a peer
-    killed = [rank for rank, code in exit_codes.items() if code < 0 and code not in after and rank not in errors]
+    killed = [
+        rank
+        for rank, code in exit_codes.items()
+        if code < 0 and code not in after and rank not in errors
+    ]
     left = [rank for rank, code in exit_codes.items() if code not in (0, -signal.SIGTERM)] or list(
         exit_codes
     )  # SIGTERM is what the others get then
-    rank = killed[0] if killed else min(errors, key=lambda r: errors[r]["time"]) if errors else min(left)
+    rank = (
+        killed[0]
+        if killed
+        else min(errors, key=lambda r: errors[r]["time"])
+        if errors
+        else min(left)
+    )
     failure = {"rank": rank, "pid": pids.get(rank), "exitcode": exit_codes[rank]}
     if rank in errors:
         error = errors[rank]
@@ -201,7 +220,11 @@ class Watchdog(threading.Thread):
 
     def __init__(self, run_dir: RunDir, nproc: int, timeout_s: float, first: int = 0) -> None:
         super().__init__(name="watchdog", daemon=True)
-        self._run_dir, self._ranks, self._timeout_s = run_dir, range(first, first + nproc), timeout_s
+        self._run_dir, self._ranks, self._timeout_s = (
+            run_dir,
+            range(first, first + nproc),
+            timeout_s,
+        )
         self._over = threading.Event()
         self.failure: dict[str, Any] | None = None
 
@@ -211,7 +234,10 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         seen, since, failed_since = None, time.monotonic(), None
         while not self._over.wait(_LOOK_EVERY_S):
-            now, beats = time.monotonic(), [read_beat(self._run_dir.beat_file(rank)) for rank in self._ranks]
+            now, beats = (
+                time.monotonic(),
+                [read_beat(self._run_dir.beat_file(rank)) for rank in self._ranks],
+            )
             if (
                 beats != seen
                 or None in beats
@@ -226,16 +252,24 @@ class Watchdog(threading.Thread):
                 for rank, pid in zip(self._ranks, self._pids(), strict=False):
                     if now - failed_since >= _STRAGGLER_GRACE_S and is_stopped(pid):
                         text = f"rank {rank} was stopped by a signal and did not answer its peers"
-                        self.failure = self.failure or {"rank": rank, "exitcode": None, "text": text}
+                        self.failure = self.failure or {
+                            "rank": rank,
+                            "exitcode": None,
+                            "text": text,
+                        }
                         os.kill(pid, signal.SIGKILL)
-                    elif now - failed_since >= 2 * _STRAGGLER_GRACE_S and is_running(pid):  # deaf for another reason
+                    elif now - failed_since >= 2 * _STRAGGLER_GRACE_S and is_running(
+                        pid
+                    ):  # deaf for another reason
                         os.kill(pid, signal.SIGKILL)
 
     def _pids(self) -> list[int]:
         return self._run_dir.status().get("pids", {}).get("ranks", [])
 
     def _stopped(self) -> list[int]:
-        return [rank for rank, pid in zip(self._ranks, self._pids(), strict=False) if is_stopped(pid)]
+        return [
+            rank for rank, pid in zip(self._ranks, self._pids(), strict=False) if is_stopped(pid)
+        ]
 
     def _hang(self, beats: list[tuple[int, int, str]]) -> dict[str, Any]:
         stopped, fewest, known = (
@@ -244,8 +278,14 @@ class Watchdog(threading.Thread):
             dict(zip(self._ranks, beats, strict=True)),
         )
         hung = stopped or [rank for rank, (count, _, _) in known.items() if count == fewest]
-        where = "; ".join(f"rank {rank} in step {step}, {phase}" for rank, (_, step, phase) in known.items())
-        who = f"rank {hung[0]} hangs" if len(hung) == 1 else f"ranks {', '.join(map(str, hung))} wait for each other"
+        where = "; ".join(
+            f"rank {rank} in step {step}, {phase}" for rank, (_, step, phase) in known.items()
+        )
+        who = (
+            f"rank {hung[0]} hangs"
+            if len(hung) == 1
+            else f"ranks {', '.join(map(str, hung))} wait for each other"
+        )
         why = ": it was stopped by a signal" if stopped else ""
         for rank, pid in zip(self._ranks, self._pids(), strict=False):
             if rank not in stopped and is_running(pid):
@@ -282,9 +322,13 @@ def main() -> None:
         failure = _launch(run_dir, "multigpu_ft.generation", nproc, cfg.timeout_s)
         if failure:
             run_dir.update_status(state="failed", activity=None, failure=failure)
-        sys.exit(1 if failure else STOPPED_EXIT_CODE if run_dir.status()["state"] == "stopped" else 0)
+        sys.exit(
+            1 if failure else STOPPED_EXIT_CODE if run_dir.status()["state"] == "stopped" else 0
+        )
     attempts = Attempts(run_dir, cfg)
-    while (failure := _launch(run_dir, "multigpu_ft.training", nproc, cfg.timeout_s)) and attempts.again(failure):
+    while (
+        failure := _launch(run_dir, "multigpu_ft.training", nproc, cfg.timeout_s)
+    ) and attempts.again(failure):
         pass
     _keep(run_dir)
     sys.exit(1 if failure else STOPPED_EXIT_CODE if run_dir.status()["state"] == "stopped" else 0)
@@ -298,11 +342,17 @@ def _node(run_dir: RunDir, place: dict[str, Any]) -> int:
     cfg = node_dir.config()
     failure = _launch(run_dir, "multigpu_ft.training", cfg.nproc, cfg.timeout_s, place=place)
     if failure and not failure.get("text"):
-        failure["text"] = str(failure_of(node_dir, failure))  # other nodes do not have the logs of this one
+        failure["text"] = str(
+            failure_of(node_dir, failure)
+        )  # other nodes do not have the logs of this one
     if failure:
         write_json(
             node_dir.path / FAILURE_FILE,
-            {**failure, "node_rank": place.node_rank, "node": f"node {place.node_rank} ({socket.gethostname()})"},
+            {
+                **failure,
+                "node_rank": place.node_rank,
+                "node": f"node {place.node_rank} ({socket.gethostname()})",
+            },
         )
     return 1 if failure else STOPPED_EXIT_CODE if node_dir.status()["state"] == "stopped" else 0
 
@@ -312,7 +362,9 @@ def _keep(run_dir: RunDir) -> None:
     if folder := outputs_folder():
         run_dir.update_status(activity=f"copying model and checkpoint to {folder}")
         kept, remarks = keep_outputs(run_dir.path, folder)
-        run_dir.update_status(activity=None, kept=str(kept), remarks=[*run_dir.status().get("remarks", []), *remarks])
+        run_dir.update_status(
+            activity=None, kept=str(kept), remarks=[*run_dir.status().get("remarks", []), *remarks]
+        )
         if kept.is_dir() and kept != run_dir.path:
             with suppress(OSError):
                 shutil.copy2(run_dir.path / "status.json", kept)
@@ -355,16 +407,25 @@ def _launch(
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=_RunDirLogs(node_dir),
-        **({"shutdown_timeout": grace_s} if "shutdown_timeout" in signature(LaunchConfig).parameters else {}),
+        **(
+            {"shutdown_timeout": grace_s}
+            if "shutdown_timeout" in signature(LaunchConfig).parameters
+            else {}
+        ),
     )
     watchdog = Watchdog(node_dir, nproc, timeout_s, first=place.node_rank * nproc)
     watchdog.start()
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, str(run_dir.path))
     except ChildFailedError as error:
-        codes, pids = ({r: getattr(f, name) for r, f in error.failures.items()} for name in ("exitcode", "pid"))
+        codes, pids = (
+            {r: getattr(f, name) for r, f in error.failures.items()} for name in ("exitcode", "pid")
+        )
         failure = watchdog.failure or root_cause(node_dir, codes, pids)
-        return {**failure, "step": (read_beat(node_dir.beat_file(failure["rank"])) or (0, 0, ""))[1]}
+        return {
+            **failure,
+            "step": (read_beat(node_dir.beat_file(failure["rank"])) or (0, 0, ""))[1],
+        }
     except SignalException as error:
         if node_dir.status()["state"] not in ("done", "stopped"):
             node_dir.update_status(

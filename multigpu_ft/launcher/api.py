@@ -92,7 +92,9 @@ def launch(
         )
     if detach or not wait:
         kind = "function" if callable(what) else "script"
-        raise ConfigError(f"a {kind} is waited for; only a RunConfig can be launched with wait=False or detach=True.")
+        raise ConfigError(
+            f"a {kind} is waited for; only a RunConfig can be launched with wait=False or detach=True."
+        )
     if callable(what):
         return call(what, args, nproc)
     if not Path(what).is_file():
@@ -103,12 +105,19 @@ def launch(
 
 
 def _launch_run(
-    cfg: RunConfig, wait: bool, detach: bool, panel: bool | CellOutput | None, force: bool, node: Node | None
+    cfg: RunConfig,
+    wait: bool,
+    detach: bool,
+    panel: bool | CellOutput | None,
+    force: bool,
+    node: Node | None,
 ) -> Run:
     use_secrets()
     cfg = for_this_machine(cfg)
     cfg = node_settings(cfg) if node else cfg
-    cfg = with_zero_config(cfg, (cfg.nproc or len(visible_gpus()) or 2) * cfg.nnodes if cfg.deepspeed_config else None)
+    cfg = with_zero_config(
+        cfg, (cfg.nproc or len(visible_gpus()) or 2) * cfg.nnodes if cfg.deepspeed_config else None
+    )
     num_rows = count_rows(cfg)
     end_idx = cfg.slice_end(num_rows) if num_rows is not None else None
     pinned, remarks = {}, []
@@ -179,13 +188,16 @@ class Runs(list[Run]):
         rows = [self._COLUMNS, *self.table()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(self._COLUMNS))]
         return "\n".join(
-            "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows
+            "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
         )
 
     def _repr_html_(self) -> str:
         head = "".join(f'<th style="text-align:left">{name}</th>' for name in self._COLUMNS)
         body = "".join(
-            "<tr>" + "".join(f'<td style="text-align:left">{escape(word)}</td>' for word in row) + "</tr>"
+            "<tr>"
+            + "".join(f'<td style="text-align:left">{escape(word)}</td>' for word in row)
+            + "</tr>"
             for row in self.table()
         )
         return f"<table><tr>{head}</tr>{body}</table>"
@@ -196,7 +208,9 @@ def runs(run_root: str | Path | None = None) -> Runs:
     found = Runs()
     root = Path(run_root or default_run_root())
     parts = [
-        p for p in root.glob("*/nodes/node-*/config.json") if not (p.parents[2] / "config.json").exists()
+        p
+        for p in root.glob("*/nodes/node-*/config.json")
+        if not (p.parents[2] / "config.json").exists()
     ]  # node 0 and its files are elsewhere
     for path in sorted([*root.glob("*/config.json"), *parts], key=lambda p: p.stat().st_mtime):
         with suppress(ConfigError):  # of a version with other settings
@@ -210,7 +224,11 @@ def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str], str | 
     end = end_idx if end_idx is not None else cfg.start_idx + cfg.slice_size
     if parse_hub(cfg.resume_file):
         remote = find_remote(cfg)
-        return f"{what} {remote}", ledger_remarks(remote.trained, cfg.start_idx, end), remote.revision
+        return (
+            f"{what} {remote}",
+            ledger_remarks(remote.trained, cfg.start_idx, end),
+            remote.revision,
+        )
     candidates = find_checkpoints(cfg)
     if not candidates:
         return (

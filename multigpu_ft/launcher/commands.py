@@ -23,12 +23,17 @@ def changed_settings(cfg: RunConfig) -> dict[str, Any]:
     "The fields of `cfg` that are not what they would be by default."
     plain = {**RunConfig(model=cfg.model).model_dump(), "model": RunConfig().model}
     changed = {k: v for k, v in cfg.model_dump().items() if v != plain[k]}
-    if Path(cfg.run_root).absolute() in (Path(plain["run_root"]).absolute(), Path(default_run_root()).absolute()):
+    if Path(cfg.run_root).absolute() in (
+        Path(plain["run_root"]).absolute(),
+        Path(default_run_root()).absolute(),
+    ):
         changed.pop("run_root", None)
     return changed
 
 
-def flags(cfg: RunConfig, leave: tuple[str, ...] = ("run_name", "resume_file", "resume_scope")) -> str:
+def flags(
+    cfg: RunConfig, leave: tuple[str, ...] = ("run_name", "resume_file", "resume_scope")
+) -> str:
     "The flags that spell out `cfg`, but for what to `leave`: its name and where it resumed from are its own."
     changed = {k: v for k, v in changed_settings(cfg).items() if k not in leave}
     return shlex.join(word for k, v in changed.items() for word in _flag(k, v))
@@ -36,7 +41,11 @@ def flags(cfg: RunConfig, leave: tuple[str, ...] = ("run_name", "resume_file", "
 
 def _flag(name: str, value: Any) -> list[str]:
     flag = name.replace("_", "-")
-    return [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return (
+        [f"--{flag}" if value else f"--no-{flag}"]
+        if isinstance(value, bool)
+        else [f"--{flag}", str(value)]
+    )
 
 
 def node_command(cfg: RunConfig, node_rank: int, rdzv: str) -> str:

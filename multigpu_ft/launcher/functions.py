@@ -65,15 +65,25 @@ def _prepare(path: Path, function: Callable[..., Any], args: tuple[Any, ...], np
     for folder in ("logs", "errors", "beats"):
         (path / folder).mkdir()
     (path / _CALL).write_bytes(pack(function, args))
-    write_json(path / "call.json", {"nproc": nproc, "path": [str(p) for p in sys.path], "sources": _sources()})
+    write_json(
+        path / "call.json",
+        {"nproc": nproc, "path": [str(p) for p in sys.path], "sources": _sources()},
+    )
     run_dir = RunDir(path)
-    run_dir.update_status(state="starting", pids={"launcher": os.getpid()}, host=socket.gethostname())
+    run_dir.update_status(
+        state="starting", pids={"launcher": os.getpid()}, host=socket.gethostname()
+    )
     return run_dir
 
 
-def start_agent(run_dir: RunDir, module: str = "multigpu_ft.launcher.agent", *words: str) -> subprocess.Popen:
+def start_agent(
+    run_dir: RunDir, module: str = "multigpu_ft.launcher.agent", *words: str
+) -> subprocess.Popen:
     "Start torchrun's agent for a run or a call, or what starts it, in a session of its own: an interrupt of the kernel is not for it."
-    own, places = str(Path(sys.modules["multigpu_ft"].__file__).parents[1]), os.environ.get("PYTHONPATH", "")
+    own, places = (
+        str(Path(sys.modules["multigpu_ft"].__file__).parents[1]),
+        os.environ.get("PYTHONPATH", ""),
+    )
     if "site-packages" not in own:  # it need not be installed
         places = os.pathsep.join(filter(None, [own, places]))
     with open(run_dir.log_file("agent"), "w") as log:
@@ -216,7 +226,9 @@ def _outcome(run_dir: RunDir, agent: subprocess.Popen) -> Any:
         raise RunFailed(f"{what}. The end of its log:\n{tail(run_dir.log_file('agent'))}")
     result = run_dir.path / _RESULT
     if not result.exists():
-        raise RunFailed(f"rank 0 ended without returning. The end of its log:\n{tail(run_dir.log_file(0))}", 0)
+        raise RunFailed(
+            f"rank 0 ended without returning. The end of its log:\n{tail(run_dir.log_file(0))}", 0
+        )
     return pickle.loads(result.read_bytes())
 
 # %% ../../nbs/launcher/02_functions.ipynb #2e2b6be7
@@ -252,7 +264,10 @@ def _rank_main(folder: Path) -> None:
                 ) from None
             (folder / _RESULT).write_bytes(packed)
     except BaseException as error:
-        write_error(RunDir(folder).error_file(rank), error.with_traceback(_from_the_users_code(error.__traceback__)))
+        write_error(
+            RunDir(folder).error_file(rank),
+            error.with_traceback(_from_the_users_code(error.__traceback__)),
+        )
         leave(1)
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
@@ -290,7 +305,9 @@ def _pack_for_the_kernel(result: Any) -> bytes:
                 return super().reducer_override(value)
             moved = value.detach().cpu()
             return (
-                type(value)(moved, value.requires_grad) if type(value).__name__ == "Parameter" else moved
+                type(value)(moved, value.requires_grad)
+                if type(value).__name__ == "Parameter"
+                else moved
             ).__reduce_ex__(self.proto)
 
     packed = io.BytesIO()

@@ -35,13 +35,17 @@ def find_node(cfg: RunConfig, node_rank: int | None, rdzv: str | None) -> Node |
         return None
     if node_rank is None or rdzv is None:
         host = "HOST:29400" if rdzv is None else rdzv
-        lines = "\n".join(f"  node {node}: {node_command(cfg, node, host)}" for node in range(min(cfg.nnodes, 4)))
+        lines = "\n".join(
+            f"  node {node}: {node_command(cfg, node, host)}" for node in range(min(cfg.nnodes, 4))
+        )
         raise ConfigError(
             f"nnodes={cfg.nnodes}: each machine is told its number, node_rank, and rdzv, an address of node 0 that all of them reach. In a notebook "
             f"launch(cfg, node_rank=0, rdzv={host!r}); in a terminal\n{lines}"
         )
     if not 0 <= node_rank < cfg.nnodes:
-        raise ConfigError(f"node_rank={node_rank}, but nnodes={cfg.nnodes}: the nodes are 0 to {cfg.nnodes - 1}.")
+        raise ConfigError(
+            f"node_rank={node_rank}, but nnodes={cfg.nnodes}: the nodes are 0 to {cfg.nnodes - 1}."
+        )
     split_address(rdzv)
     return Node(node_rank, rdzv)
 
@@ -111,7 +115,9 @@ def open_run(cfg: RunConfig, node: Node, end_idx: int | None) -> RunDir:
             earlier.batch_size < cfg.batch_size
             and earlier.batch_size * earlier.accum_steps == cfg.batch_size * cfg.accum_steps
         ):
-            cfg = cfg.replace(batch_size=earlier.batch_size, accum_steps=earlier.accum_steps)  # what memory allowed
+            cfg = cfg.replace(
+                batch_size=earlier.batch_size, accum_steps=earlier.accum_steps
+            )  # what memory allowed
     node_dir.write_config(cfg)
     begin_anew(node_dir)
     clear_attempt(node_dir)
@@ -123,4 +129,11 @@ def start_supervisor(node_dir: RunDir, node: Node) -> subprocess.Popen:
     "Start the supervisor of `node`, or on the only machine the agent."
     if node_dir.config().nnodes == 1:
         return start_agent(node_dir)
-    return start_agent(node_dir, "multigpu_ft.launcher.supervisor", "--node-rank", str(node.rank), "--rdzv", node.rdzv)
+    return start_agent(
+        node_dir,
+        "multigpu_ft.launcher.supervisor",
+        "--node-rank",
+        str(node.rank),
+        "--rdzv",
+        node.rdzv,
+    )

@@ -18,14 +18,31 @@ from ..run.errors import CheckpointError
 from ..run.run_dir import PARTIAL, RunDir, read_commit
 
 # %% ../../nbs/launcher/04_outputs.ipynb #34f329f2
-_WORTH_KEEPING = ("status.json", "config.json", "metrics.jsonl", "logs", "report", "export", "merged", "wandb")
+_WORTH_KEEPING = (
+    "status.json",
+    "config.json",
+    "metrics.jsonl",
+    "logs",
+    "report",
+    "export",
+    "merged",
+    "wandb",
+)
 _REMEDY = "Make room there, or set hf_repo, and the model goes to the Hub as well."
 
 
 def _files(path: Path) -> dict[str, tuple[int, int]]:
     "Size and time of a file, or of all in a directory."
-    found = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path] if path.exists() else []
-    return {str(p.relative_to(path)): ((about := p.stat()).st_size, int(about.st_mtime)) for p in found}
+    found = (
+        [p for p in path.rglob("*") if p.is_file()]
+        if path.is_dir()
+        else [path]
+        if path.exists()
+        else []
+    )
+    return {
+        str(p.relative_to(path)): ((about := p.stat()).st_size, int(about.st_mtime)) for p in found
+    }
 
 
 def _amount(count: int) -> str:
@@ -52,7 +69,10 @@ def _copy(source: Path, target: Path, check: Callable[[Path], None] | None = Non
         files = _files(source)
         if not check and files == _files(target):
             return None
-        needed, free = sum(size for size, _ in files.values()), shutil.disk_usage(target.parent).free
+        needed, free = (
+            sum(size for size, _ in files.values()),
+            shutil.disk_usage(target.parent).free,
+        )
         if needed > 0.95 * free:
             return f"it takes {_amount(needed)}, and of the {_amount(free)} that are free there 5% stay free. {_REMEDY}"
         (shutil.copytree if source.is_dir() else shutil.copy2)(source, partial)
@@ -81,7 +101,11 @@ def _place(run: RunDir, folder: Path) -> Path:
     number = 1
     while True:
         place = folder.resolve() / "runs" / (run.name if number == 1 else f"{run.name}-{number}")
-        if place == run.path or not (place / "config.json").exists() or _identity(place) == _identity(run.path):
+        if (
+            place == run.path
+            or not (place / "config.json").exists()
+            or _identity(place) == _identity(run.path)
+        ):
             return place
         number += 1
 
@@ -101,13 +125,19 @@ def keep_outputs(run_path: Path, folder: Path) -> tuple[Path, list[str]]:
         kept = _place(run, Path(folder))
         if kept == run.path:
             return kept, []
-        reasons = {name: _copy(run.path / name, kept / name) for name in _WORTH_KEEPING if _files(run.path / name)}
-        curve = Path("tensorboard") / str(run.status().get("line"))  # beside the runs, as they share it
+        reasons = {
+            name: _copy(run.path / name, kept / name)
+            for name in _WORTH_KEEPING
+            if _files(run.path / name)
+        }
+        curve = Path("tensorboard") / str(
+            run.status().get("line")
+        )  # beside the runs, as they share it
         if _files(run.path.parent / curve):
             reasons[str(curve)] = _copy(run.path.parent / curve, kept.parent / curve)
-        return kept, [_not_kept(name, kept, reason) for name, reason in reasons.items() if reason] + _keep_newest(
-            run, kept
-        )
+        return kept, [
+            _not_kept(name, kept, reason) for name, reason in reasons.items() if reason
+        ] + _keep_newest(run, kept)
     except (OSError, ValueError) as error:
         return kept, [_not_kept(run.name, kept, str(error))]
 
@@ -132,7 +162,9 @@ def _keep_newest(run: RunDir, kept: Path) -> list[str]:
             if reason:
                 return [*remarks, _not_kept(f"checkpoint {checkpoint.name}", kept, reason)]
         except CheckpointError as error:
-            remarks.append(f"checkpoint {checkpoint.name} is damaged ({error}), so an older one is kept.")
+            remarks.append(
+                f"checkpoint {checkpoint.name} is damaged ({error}), so an older one is kept."
+            )
             continue
         for older in RunDir(kept).checkpoints():
             if older != target:

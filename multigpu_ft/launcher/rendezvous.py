@@ -46,7 +46,11 @@ def split_address(rdzv: str) -> tuple[str, int]:
 def own_addresses() -> dict[str, str]:
     "The network interface of each address of this machine."
     found = [(a, name) for name, addresses in psutil.net_if_addrs().items() for a in addresses]
-    return {a.address.partition("%")[0]: name for a, name in found if a.family in (socket.AF_INET, socket.AF_INET6)}
+    return {
+        a.address.partition("%")[0]: name
+        for a, name in found
+        if a.family in (socket.AF_INET, socket.AF_INET6)
+    }
 
 
 def _is_literal(host: str) -> bool:
@@ -85,7 +89,10 @@ class Peer:
     "The supervisor at the other end of `connection`. What it says goes to `inbox` as `(peer, message)`, at last why it says no more: `{'lost': reason}`."
 
     def __init__(
-        self, connection: socket.socket, inbox: "queue.Queue[tuple[Peer, dict[str, Any]]]", silence_s: float
+        self,
+        connection: socket.socket,
+        inbox: "queue.Queue[tuple[Peer, dict[str, Any]]]",
+        silence_s: float,
     ) -> None:
         self._connection, self._inbox, self._silence_s = connection, inbox, silence_s
         self._sending, self._gone = threading.Lock(), threading.Event()

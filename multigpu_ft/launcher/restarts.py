@@ -20,7 +20,9 @@ def smaller_micro_batch(cfg: RunConfig) -> RunConfig | None:
     """
     rows = cfg.batch_size * cfg.accum_steps
     batch_size = next((b for b in range(cfg.batch_size // 2, 0, -1) if rows % b == 0), None)
-    return cfg.replace(batch_size=batch_size, accum_steps=rows // batch_size) if batch_size else None
+    return (
+        cfg.replace(batch_size=batch_size, accum_steps=rows // batch_size) if batch_size else None
+    )
 
 
 def _out_of_memory(failure: dict[str, Any]) -> bool:
@@ -66,16 +68,25 @@ class Attempts:
                 )
                 return True
             failure = _advice(cfg, failure)
-        elif self._restarts < cfg.max_restarts and not failure.get("clear") and not self._run_dir.stop_requested():
+        elif (
+            self._restarts < cfg.max_restarts
+            and not failure.get("clear")
+            and not self._run_dir.stop_requested()
+        ):
             self._restarts += 1
             first_line = str(failure_of(self._run_dir, failure)).splitlines()[0]
-            self._begin_again(f"restart {self._restarts} of {cfg.max_restarts}, after: {first_line}")
+            self._begin_again(
+                f"restart {self._restarts} of {cfg.max_restarts}, after: {first_line}"
+            )
             return True
         self._run_dir.update_status(state="failed", activity=None, failure=failure)
         return False
 
     def _begin_again(self, remark: str) -> None:
-        remarks = [*self._run_dir.status().get("remarks", []), f"{remark}; restarted from the newest checkpoint"]
+        remarks = [
+            *self._run_dir.status().get("remarks", []),
+            f"{remark}; restarted from the newest checkpoint",
+        ]
         self._run_dir.update_status(state="starting", activity=None, remarks=remarks)
         clear_attempt(self._run_dir)
 
@@ -91,7 +102,11 @@ def cause(failures: list[dict[str, Any]]) -> dict[str, Any]:
             return 1, 0
         if "hang" in failure:
             return 2, failure["hang"]
-        broke = "type" in failure and not failure.get("clear") and any(word in failure["text"] for word in _BROKEN)
+        broke = (
+            "type" in failure
+            and not failure.get("clear")
+            and any(word in failure["text"] for word in _BROKEN)
+        )
         return 3 * broke, failure.get("time", 0)
 
     return min(failures, key=weight)

@@ -19,7 +19,15 @@ from typing import Any
 
 import psutil
 
-from ..display.panel import LiveLine, Panel, CellOutput, age, has_viewer, progress_line, react_to_widgets
+from multigpu_ft.display.panel import (
+    LiveLine,
+    Panel,
+    CellOutput,
+    age,
+    has_viewer,
+    progress_line,
+    react_to_widgets,
+)
 from ..display.plots import figures_as_png, loss_figure, save_png
 from .commands import changed_settings, recipe
 from ..run.config import RunConfig
@@ -30,9 +38,7 @@ from ..run.run_dir import BY_SIGNAL, FINAL_STATES, LIVE_STATES, RunDir
 
 # %% ../../nbs/launcher/09_run.ipynb #8341b940
 _SILENT_S = 300.0  # after which a run on another machine, whose processes cannot be looked at, counts as gone
-_STOP_GRACE_S = (
-    7.0  # ranks have to be gone 10 s after an interrupt, unless a step is longer or a checkpoint is being written
-)
+_STOP_GRACE_S = 7.0  # ranks have to be gone 10 s after an interrupt, unless a step is longer or a checkpoint is being written
 _SAVE_GRACE_S = 300.0
 
 
@@ -150,13 +156,17 @@ class Run:
                             self._view = None
                             if isinstance(view, Panel):
                                 view.end(self._line, None)
-                        raise TimeoutError(f"{self.name} is still {self.state} after {timeout:g} s; it goes on.")
+                        raise TimeoutError(
+                            f"{self.name} is still {self.state} after {timeout:g} s; it goes on."
+                        )
                     react()
                     time.sleep(0.1)
         except KeyboardInterrupt as interrupt:
             try:
                 self.stop(BY_SIGNAL if isinstance(interrupt, Terminated) else "")
-            except KeyboardInterrupt:  # the second one, from somebody who will not wait for a picture
+            except (
+                KeyboardInterrupt
+            ):  # the second one, from somebody who will not wait for a picture
                 self._end(draw=False)
                 raise
         failure = self._end()
@@ -175,7 +185,10 @@ class Run:
         shown = self._view
         view = shown or LiveLine()
         try:
-            self.see_stopped(lambda: view.show(lambda: f"{self._line()} · stopping, interrupt again to kill"), why)
+            self.see_stopped(
+                lambda: view.show(lambda: f"{self._line()} · stopping, interrupt again to kill"),
+                why,
+            )
         except KeyboardInterrupt:
             self.kill()
             raise
@@ -188,7 +201,9 @@ class Run:
         self.dir.request_stop(why)
         asked = time.monotonic()
         recent = self.dir.recent_metrics(2)
-        step_s = recent[-1].get("step_s", 0.0) if recent else 0.0  # a generation has steps of its own kind
+        step_s = (
+            recent[-1].get("step_s", 0.0) if recent else 0.0
+        )  # a generation has steps of its own kind
         busy = 0.0  # when a rank was last seen saving
         alone = self.config.nnodes == 1  # else other nodes have to hear of it
         while self._alive():
@@ -237,7 +252,13 @@ class Run:
         "The papermill command that trains the slice after this one (the rest of this one, if it was stopped), or `None` at the end of the data."
         start, end = self.status.get("slice", (0, None))
         held_out = self.config.held_out
-        last = held_out[0] if held_out and start < held_out[0] else self.status["num_rows"] if end else None
+        last = (
+            held_out[0]
+            if held_out and start < held_out[0]
+            else self.status["num_rows"]
+            if end
+            else None
+        )
         if end is None or (end >= last and self.state == "done"):
             return None
         own = (
@@ -262,7 +283,9 @@ class Run:
         return shlex.join(["papermill", str(recipe()), f"slice-{first}.ipynb", *words])
 
     def _line(self) -> str:
-        return progress_line(self.name, {**self.status, "state": self.state}, self.dir.recent_metrics(20))
+        return progress_line(
+            self.name, {**self.status, "state": self.state}, self.dir.recent_metrics(20)
+        )
 
     def _is_elsewhere(self, status: dict[str, Any]) -> bool:
         return not self._agent and status.get("host", socket.gethostname()) != socket.gethostname()
@@ -271,7 +294,11 @@ class Run:
         "Whether the agent, and with it the run, lives."
         if self._agent:
             return self._agent.poll() is None
-        return is_alive(self.dir, _SILENT_S) if self._is_elsewhere(self.status) else bool(processes_of(self.dir))
+        return (
+            is_alive(self.dir, _SILENT_S)
+            if self._is_elsewhere(self.status)
+            else bool(processes_of(self.dir))
+        )
 
     def _make_view(self, panel: bool | CellOutput | None) -> LiveLine | Panel:
         if panel is False or (panel is None and not has_viewer()):
@@ -300,7 +327,9 @@ class Run:
             if self._agent and self._agent.returncode and self.status["state"] in LIVE_STATES:
                 text = f"the torchrun agent (pid {self._agent.pid}) {ending(self._agent.returncode)}, and its ranks with it. The end of its log:\n"
                 self.dir.update_status(
-                    state="failed", activity=None, failure={"text": text + tail(self.dir.log_file("agent"))}
+                    state="failed",
+                    activity=None,
+                    failure={"text": text + tail(self.dir.log_file("agent"))},
                 )
             picture = self._save_picture() if draw else None
             if self._view:
@@ -319,7 +348,10 @@ class Run:
             save_png(loss_figure(metrics, self.name), path)
         except OSError:  # a full disk, or one that may only be read
             return path if path.exists() else None
-        if (kept := Path(self.status.get("kept", ""))) not in (Path(), self.dir.path) and kept.is_dir():
+        if (kept := Path(self.status.get("kept", ""))) not in (
+            Path(),
+            self.dir.path,
+        ) and kept.is_dir():
             with suppress(OSError, shutil.Error):
                 shutil.copytree(path.parent, kept / path.parent.name, dirs_exist_ok=True)
         return path

@@ -63,7 +63,11 @@ class Slices:
             raise DataError(
                 f"start_idx={cfg.start_idx}, end_idx={cfg.end_idx}: no series; start_idx must be 0 or more, and below end_idx."
             )
-        end = cfg.end_idx if num_rows is None else cfg.replace(slice_size=num_rows).slice_end(num_rows)
+        end = (
+            cfg.end_idx
+            if num_rows is None
+            else cfg.replace(slice_size=num_rows).slice_end(num_rows)
+        )
         if (count := -(-(end - cfg.start_idx) // cfg.slice_size)) > _MOST:
             raise DataError(
                 f"rows {cfg.start_idx}-{end} are {count:,} slices of slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most."
@@ -80,7 +84,11 @@ class Slices:
         self.config = cfg.replace(run_root=str(self.folder), **spans)
         # what its runs may be of: after a move their settings name another folder, and their checkpoints tell that the data is the same
         self._own = [own := fingerprint(self.config)]
-        others = [(run, theirs) for run in runs(self.folder) if difference(theirs := fingerprint(run.config), own)]
+        others = [
+            (run, theirs)
+            for run in runs(self.folder)
+            if difference(theirs := fingerprint(run.config), own)
+        ]
         self._own += [
             theirs
             for run, theirs in others
@@ -91,16 +99,28 @@ class Slices:
             after = min(start + cfg.slice_size, end)
             # the data may have grown since its last slice was trained: then only what is new is left
             reached = max(
-                (e for run in self.runs(start) if (e := run.config.end_idx) < after and self.is_done(start, e)),
+                (
+                    e
+                    for run in self.runs(start)
+                    if (e := run.config.end_idx) < after and self.is_done(start, e)
+                ),
                 default=start,
             )
-            self.bounds += [(start, after)] if reached == start else [(start, reached), (reached, after)]
+            self.bounds += (
+                [(start, after)] if reached == start else [(start, reached), (reached, after)]
+            )
 
     def runs(self, start_idx: int | None = None) -> list[Run]:
         "Its runs, or those of the slice that begins at row `start_idx`, oldest first."
-        found = [run for run in runs(self.folder) if start_idx is None or run.config.start_idx == start_idx]
+        found = [
+            run
+            for run in runs(self.folder)
+            if start_idx is None or run.config.start_idx == start_idx
+        ]
         mine = [
-            run for run in found if any(not difference(fingerprint(run.config), own) for own in self._own)
+            run
+            for run in found
+            if any(not difference(fingerprint(run.config), own) for own in self._own)
         ]  # another folder may have data of the same name
         return sorted(mine, key=lambda run: run.status.get("launched", 0))
 
@@ -108,7 +128,10 @@ class Slices:
         "Whether the slice has been trained to the end of its epochs."
         wanted = self.config.initial_epoch + self.config.num_epochs
         runs = [run for run in self.runs(start_idx) if run.config.end_idx == end_idx]
-        return any(run.state == "done" and run.config.initial_epoch + run.config.num_epochs >= wanted for run in runs)
+        return any(
+            run.state == "done" and run.config.initial_epoch + run.config.num_epochs >= wanted
+            for run in runs
+        )
 
     @property
     def state(self) -> str:
@@ -129,7 +152,11 @@ class Slices:
             rows.append(
                 {
                     "slice": f"{start}-{end}",
-                    "state": "done" if self.is_done(start, end) else runs[-1].state if runs else "to do",
+                    "state": "done"
+                    if self.is_done(start, end)
+                    else runs[-1].state
+                    if runs
+                    else "to do",
                     "runs": len(runs),
                     "steps": last - min(first_steps) + 1 if metrics else 0,
                     "first_loss": _mean_loss(metrics[:_SHOWN]),
@@ -137,14 +164,20 @@ class Slices:
                     "skipped_steps": sum(run.status.get("skipped_steps", 0) for run in runs),
                     "minutes": round(
                         sum(
-                            run.status["heartbeat"] - run.status.get("launched", run.status["heartbeat"])
+                            run.status["heartbeat"]
+                            - run.status.get("launched", run.status["heartbeat"])
                             for run in runs
                         )
                         / 60,
                         1,
                     ),
                     "checkpoint": next(
-                        (run.status["checkpoint"] for run in reversed(runs) if run.status.get("checkpoint")), None
+                        (
+                            run.status["checkpoint"]
+                            for run in reversed(runs)
+                            if run.status.get("checkpoint")
+                        ),
+                        None,
                     ),
                 }
             )
@@ -152,13 +185,17 @@ class Slices:
 
     def _cells(self) -> list[list[str]]:
         rows = self.table()
-        return [list(rows[0]), *([("" if v is None else str(v)) for v in row.values()] for row in rows)]
+        return [
+            list(rows[0]),
+            *([("" if v is None else str(v)) for v in row.values()] for row in rows),
+        ]
 
     def __str__(self) -> str:
         cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
         )
 
     __repr__ = __str__
@@ -174,7 +211,9 @@ class Slices:
         figure = loss_figure(merged_metrics(runs), self.folder.name)
         axes = figure.axes[0]
         for start, end in self.bounds:
-            first_steps = sorted({run.status["first_step"] for run in self.runs(start) if "first_step" in run.status})
+            first_steps = sorted(
+                {run.status["first_step"] for run in self.runs(start) if "first_step" in run.status}
+            )
             for number, step in enumerate(first_steps):
                 axes.axvline(
                     step - 0.5,
@@ -183,9 +222,18 @@ class Slices:
                     linewidth=1,
                 )
             if first_steps:
-                place = {"xycoords": ("data", "axes fraction"), "xytext": (3, -3), "textcoords": "offset points"}
-                axes.annotate(f"rows {start}-{end}", (first_steps[0], 1), va="top", fontsize=8, **place)
-        if any(len({r.status.get("first_step") for r in self.runs(start)}) > 1 for start, _ in self.bounds):
+                place = {
+                    "xycoords": ("data", "axes fraction"),
+                    "xytext": (3, -3),
+                    "textcoords": "offset points",
+                }
+                axes.annotate(
+                    f"rows {start}-{end}", (first_steps[0], 1), va="top", fontsize=8, **place
+                )
+        if any(
+            len({r.status.get("first_step") for r in self.runs(start)}) > 1
+            for start, _ in self.bounds
+        ):
             axes.plot([], [], color="tab:red", linestyle=":", label="cut short, went on")
             axes.legend(frameon=False)
         return figure
@@ -220,7 +268,9 @@ def run_slices(cfg: RunConfig) -> Slices:
             )  # none of a checkpoint on the Hub
             following = {"resume_file": str(named[0]) if named else cfg.resume_file}
         hours = (
-            {} if cfg.max_hours is None else {"max_hours": max(1e-3, cfg.max_hours - (time.monotonic() - begun) / 3600)}
+            {}
+            if cfg.max_hours is None
+            else {"max_hours": max(1e-3, cfg.max_hours - (time.monotonic() - begun) / 3600)}
         )
         settings = slices.config.replace(start_idx=start, end_idx=end, **hours, **following)
         interrupted = _run_one(slices, settings, slices.folder / f"slice-{start}-{end}.ipynb")
@@ -244,7 +294,11 @@ def _settle(slices: Slices) -> None:
 def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
     "One slice under papermill. Whether it was interrupted."
     values = {k: "none" if v is None else v for k, v in changed_settings(settings).items()}
-    words = [word for k, v in values.items() for word in ("-r" if isinstance(v, str) else "-p", k, str(v))]
+    words = [
+        word
+        for k, v in values.items()
+        for word in ("-r" if isinstance(v, str) else "-p", k, str(v))
+    ]
     log, before = notebook.with_suffix(".log"), len(slices.runs(settings.start_idx))
     with open(log, "w") as file:
         process = subprocess.Popen(
@@ -269,7 +323,11 @@ def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
     def text() -> str:
         runs = slices.runs(settings.start_idx)[before:]
         return (
-            progress_line(number, {**runs[-1].status, "state": runs[-1].state}, runs[-1].dir.recent_metrics(20))
+            progress_line(
+                number,
+                {**runs[-1].status, "state": runs[-1].state},
+                runs[-1].dir.recent_metrics(20),
+            )
             if runs
             else f"{number}: starting"
         )

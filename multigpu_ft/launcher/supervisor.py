@@ -24,21 +24,38 @@ from importlib.metadata import version
 from typing import Any
 
 import multigpu_ft
-from .rendezvous import HEARTBEAT_S, RETRY_S, Peer, listen, own_addresses, split_address
+from multigpu_ft.launcher.rendezvous import (
+    HEARTBEAT_S,
+    RETRY_S,
+    Peer,
+    listen,
+    own_addresses,
+    split_address,
+)
 from .restarts import Attempts, cause
 from ..run.config import RunConfig
 from ..run.errors import ConfigError, NodesError
 from ..run.processes import NODE_VARIABLE, watch_parent
-from ..run.run_dir import BY_SIGNAL, FAILURE_FILE, STOPPED_EXIT_CODE, RunDir, clear_attempt
+from multigpu_ft.run.run_dir import (
+    BY_SIGNAL,
+    FAILURE_FILE,
+    STOPPED_EXIT_CODE,
+    RunDir,
+    clear_attempt,
+)
 
 # %% ../../nbs/launcher/07_supervisor.ipynb #3b967508
-_END_GRACE_S = 3.0  # for the other nodes to tell of their own failures, before their ranks are killed
+_END_GRACE_S = (
+    3.0  # for the other nodes to tell of their own failures, before their ranks are killed
+)
 
 
 class _Agent:
     "This node's agent, which starts its ranks, for one attempt. It can be killed at any moment; its ranks end with it."
 
-    def __init__(self, node_dir: RunDir, place: dict[str, Any], store: socket.socket | None = None) -> None:
+    def __init__(
+        self, node_dir: RunDir, place: dict[str, Any], store: socket.socket | None = None
+    ) -> None:
         self._node_dir, self._node_rank = node_dir, place["node_rank"]
         (node_dir.path / FAILURE_FILE).unlink(missing_ok=True)
         told = {
@@ -64,7 +81,14 @@ class _Agent:
             return {"failure": json.loads((self._node_dir.path / FAILURE_FILE).read_text())}
         except FileNotFoundError:
             text = f"the agent of node {self._node_rank} ({socket.gethostname()}) ended with exit code {code}; its log, logs/agent.log, tells why"
-            return {"failure": {"rank": None, "exitcode": code, "node_rank": self._node_rank, "text": text}}
+            return {
+                "failure": {
+                    "rank": None,
+                    "exitcode": code,
+                    "node_rank": self._node_rank,
+                    "text": text,
+                }
+            }
 
     def kill(self) -> dict[str, Any]:
         "Returns what is to be told of its end: that of its ranks, if they had failed before."
@@ -93,7 +117,10 @@ def _comparable(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    ours = {"Python": ".".join(platform.python_version_tuple()[:2]), "multigpu_ft": multigpu_ft.__version__}
+    ours = {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "multigpu_ft": multigpu_ft.__version__,
+    }
     return ours | {name: version(name) for name in ("torch", "transformers")}
 
 # %% ../../nbs/launcher/07_supervisor.ipynb #9f8c9c9c
@@ -126,11 +153,17 @@ class Leader:
         attempts = Attempts(self._run_dir, self._cfg)
         while (failure := self._attempt(attempts.cfg)) and attempts.again(failure):
             pass
-        self._run_dir.update_status(interrupted=self._interrupted or self._run_dir.was_interrupted())
+        self._run_dir.update_status(
+            interrupted=self._interrupted or self._run_dir.was_interrupted()
+        )
         status, told, until = self._run_dir.status(), set(), time.monotonic() + _END_GRACE_S
-        while self._joined and time.monotonic() < until:  # a connection closed too early takes back what was said last
+        while (
+            self._joined and time.monotonic() < until
+        ):  # a connection closed too early takes back what was said last
             for peer in {*self._joined.values()} - told:
-                peer.say(over={name: status.get(name) for name in ("state", "failure", "interrupted")})
+                peer.say(
+                    over={name: status.get(name) for name in ("state", "failure", "interrupted")}
+                )
                 told.add(peer)
             list(self._messages())
         self._listener.close()
@@ -160,7 +193,11 @@ class Leader:
             print(f"refused: {problem}", flush=True)
             return None
         node = join["node_rank"]
-        earlier, self._joined[node], self._who[node] = self._joined.get(node), peer, f"{join['host']}, {peer.there}"
+        earlier, self._joined[node], self._who[node] = (
+            self._joined.get(node),
+            peer,
+            f"{join['host']}, {peer.there}",
+        )
         if earlier:
             earlier.close()
         return node if earlier else None
@@ -181,7 +218,9 @@ class Leader:
             )
         there, host = join["config"], join["host"]
         differ = [
-            f"{k}={there.get(k)!r} there, {v!r} on node 0" for k, v in _comparable(cfg).items() if there.get(k) != v
+            f"{k}={there.get(k)!r} there, {v!r} on node 0"
+            for k, v in _comparable(cfg).items()
+            if there.get(k) != v
         ]
         differ += [
             f"{k} {join['versions'].get(k)} there, {v} on node 0"
@@ -189,9 +228,13 @@ class Leader:
             if join["versions"].get(k) != v
         ]
         if join["nproc"] != cfg.nproc:
-            differ.append(f"{join['nproc']} processes there, {cfg.nproc} on node 0: nproc says how many")
+            differ.append(
+                f"{join['nproc']} processes there, {cfg.nproc} on node 0: nproc says how many"
+            )
         return (
-            str(NodesError(f"node {node} ({host}) is not set up as node 0 is: {'; '.join(differ)}."))
+            str(
+                NodesError(f"node {node} ({host}) is not set up as node 0 is: {'; '.join(differ)}.")
+            )
             if differ
             else None
         ), False
@@ -215,7 +258,13 @@ class Leader:
                     f"node {', '.join(map(str, missing))} of {self._cfg.nnodes} did not join within join_timeout_s={self._cfg.join_timeout_s:g} s. "
                     f"Start the same command there with its own --node-rank, and see that it reaches {self._rdzv} from there."
                 )
-                return {"rank": None, "exitcode": None, "type": "NodesError", "text": text, "clear": True}
+                return {
+                    "rank": None,
+                    "exitcode": None,
+                    "type": "NodesError",
+                    "text": text,
+                    "clear": True,
+                }
         self._run_dir.update_status(activity=None)
         return None
 
@@ -248,7 +297,13 @@ class Leader:
                 elif node is not None and "lost" in message and node not in ends:
                     text = f"node {node} ({self._who[node]}) was lost: {message['lost']}. Its machine, or the way to it, is gone"
                     ends[node] = {
-                        "failure": {"rank": None, "exitcode": None, "node_rank": node, "text": text, "lost": True}
+                        "failure": {
+                            "rank": None,
+                            "exitcode": None,
+                            "node_rank": node,
+                            "text": text,
+                            "lost": True,
+                        }
                     }
             if 0 not in ends and (end := self._agent.ended()):
                 ends[0] = end
@@ -259,7 +314,11 @@ class Leader:
             )  # no step will come to see it
             # a node that is lost has nothing more to tell
             hopeless = stopped or (
-                failures and (any("lost" in f for f in failures) or time.monotonic() - failed_since > _END_GRACE_S)
+                failures
+                and (
+                    any("lost" in f for f in failures)
+                    or time.monotonic() - failed_since > _END_GRACE_S
+                )
             )
             if hopeless and not ending:
                 ending = True
@@ -270,7 +329,9 @@ class Leader:
                     ends[0] = self._agent.kill()
         self._interrupted = any(end.get("interrupted") for end in ends.values())
         if stopped:
-            self._run_dir.update_status(state="stopped", activity=None, message="stopped before training began")
+            self._run_dir.update_status(
+                state="stopped", activity=None, message="stopped before training began"
+            )
             return None
         failures = [end["failure"] for end in ends.values() if end.get("failure")]
         return cause(failures) if failures else None
@@ -280,7 +341,12 @@ class Follower:
     "The supervisor of a node that is not node 0: the one whose files are in `node_dir`."
 
     def __init__(self, node_dir: RunDir, node_rank: int, rdzv: str) -> None:
-        self._node_dir, self._cfg, self._node_rank, self._rdzv = node_dir, node_dir.config(), node_rank, rdzv
+        self._node_dir, self._cfg, self._node_rank, self._rdzv = (
+            node_dir,
+            node_dir.config(),
+            node_rank,
+            rdzv,
+        )
         self._inbox: queue.Queue[tuple[Peer, dict[str, Any]]] = queue.Queue()
         self._agent: _Agent | None = None
 
@@ -311,7 +377,10 @@ class Follower:
                 break
             text = f"node 0 at {self._rdzv} was lost: {over['lost']}. Its machine, or the way to it, is gone"
             if not self._cfg.max_restarts:
-                over = {"state": "failed", "failure": {"rank": None, "exitcode": None, "node_rank": 0, "text": text}}
+                over = {
+                    "state": "failed",
+                    "failure": {"rank": None, "exitcode": None, "node_rank": 0, "text": text},
+                }
                 break
             print(f"{text}; waiting for it", flush=True)
             self._node_dir.update_status(state="starting")
@@ -330,7 +399,9 @@ class Follower:
         until, address = time.monotonic() + self._cfg.join_timeout_s, split_address(self._rdzv)
         while not self._node_dir.stop_requested():
             try:
-                peer = Peer(socket.create_connection(address, timeout=10), self._inbox, silence(self._cfg))
+                peer = Peer(
+                    socket.create_connection(address, timeout=10), self._inbox, silence(self._cfg)
+                )
                 join = {
                     "node_rank": self._node_rank,
                     "host": socket.gethostname(),
@@ -338,10 +409,16 @@ class Follower:
                     "versions": _versions(),
                 }
                 peer.say(join={**join, "config": _comparable(self._cfg)})
-                self._node_dir.update_status(activity=f"waiting for the other nodes, at {self._rdzv}")
+                self._node_dir.update_status(
+                    activity=f"waiting for the other nodes, at {self._rdzv}"
+                )
                 return peer
             except OSError as error:
-                reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+                reason = (
+                    "no answer"
+                    if isinstance(error, TimeoutError)
+                    else (error.strerror or str(error)).lower()
+                )
             self._node_dir.update_status(activity=f"calling node 0 at {self._rdzv}: {reason}")
             if time.monotonic() > until:
                 raise NodesError(
@@ -365,7 +442,9 @@ class Follower:
                 if message.get("again") or "lost" in message:
                     return message
                 if "refused" in message:
-                    raise ConfigError(f"node 0 at {self._rdzv} refused this one: {message['refused']}")
+                    raise ConfigError(
+                        f"node 0 at {self._rdzv} refused this one: {message['refused']}"
+                    )
                 if "begin" in message:
                     self._begin(peer, message["begin"])
                     told = False
@@ -400,12 +479,17 @@ def main() -> None:
         watch_parent(launcher, _ORPHAN_GRACE_S)
     try:
         supervisor = (
-            Follower(node_dir, asked.node_rank, asked.rdzv) if asked.node_rank else Leader(node_dir, asked.rdzv)
+            Follower(node_dir, asked.node_rank, asked.rdzv)
+            if asked.node_rank
+            else Leader(node_dir, asked.rdzv)
         )
         signal.signal(signal.SIGTERM, lambda *_: supervisor.stop())
         code = supervisor.run()
     except Exception as error:
-        clear, what = isinstance(error, ConfigError | NodesError), f"{type(error).__name__}: {error}"
+        clear, what = (
+            isinstance(error, ConfigError | NodesError),
+            f"{type(error).__name__}: {error}",
+        )
         text = f"the supervisor of node {asked.node_rank} ({socket.gethostname()}) ended with {what}; its log, logs/agent.log, tells where"
         failure = (
             {"type": type(error).__name__, "text": str(error), "clear": True}
@@ -414,7 +498,9 @@ def main() -> None:
         )
         print(error if clear else traceback.format_exc(), flush=True)
         with suppress(OSError):  # where even that has no room
-            node_dir.update_status(state="failed", activity=None, failure={"rank": None, "exitcode": None, **failure})
+            node_dir.update_status(
+                state="failed", activity=None, failure={"rank": None, "exitcode": None, **failure}
+            )
         code = 1
     os._exit(code)  # a thread may still wait for somebody to call
 

@@ -29,7 +29,14 @@ from multigpu_ft.memory.fit import (
     simulations,
 )
 from ..run.config import BUILTIN_DATASET, RunConfig
-from ..run.environment import GPU, default_run_root, find_gpu, has_bf16, session_hours, visible_gpus
+from multigpu_ft.run.environment import (
+    GPU,
+    default_run_root,
+    find_gpu,
+    has_bf16,
+    session_hours,
+    visible_gpus,
+)
 from ..run.errors import ConfigError
 
 # %% ../../nbs/memory/06_api.ipynb #3fe57004
@@ -44,25 +51,37 @@ def gpus_here() -> list[GPU]:
         try:
             known = find_gpu(device.name)
         except ConfigError:
-            known = find_gpu(device.name, (total or 8192) * 0.98)  # torch sees a little less than nvidia-smi
+            known = find_gpu(
+                device.name, (total or 8192) * 0.98
+            )  # torch sees a little less than nvidia-smi
         # of one name there are several sizes
         found.append(
-            known if not total or abs(total - known.memory_mib) < 0.1 * total else find_gpu(device.name, total * 0.98)
+            known
+            if not total or abs(total - known.memory_mib) < 0.1 * total
+            else find_gpu(device.name, total * 0.98)
         )
     return found
 
 
-def _machine(cfg: RunConfig, gpus: int | None, gpu_memory_gib: str | float | None) -> tuple[GPU, int, bool]:
+def _machine(
+    cfg: RunConfig, gpus: int | None, gpu_memory_gib: str | float | None
+) -> tuple[GPU, int, bool]:
     "The kind of GPU, how many, and whether they are here."
-    if gpus is not None and (isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= 4096):
+    if gpus is not None and (
+        isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= 4096
+    ):
         raise ConfigError(f"gpus={gpus!r} is not a number of GPUs; use a whole number from 1.")
     here = gpus_here() if gpu_memory_gib is None else []
     gpu = (
-        min(here, key=lambda g: g.memory_mib) if here else find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)
+        min(here, key=lambda g: g.memory_mib)
+        if here
+        else find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)
     )
     count = gpus or (cfg.nproc or (1 if cfg.strategy == "single" else len(here) or 2)) * cfg.nnodes
     if count % cfg.nnodes:
-        raise ConfigError(f"gpus={count} cannot be shared out evenly over nnodes={cfg.nnodes}; name a multiple.")
+        raise ConfigError(
+            f"gpus={count} cannot be shared out evenly over nnodes={cfg.nnodes}; name a multiple."
+        )
     return gpu, count, bool(here)
 
 # %% ../../nbs/memory/06_api.ipynb #5cb0c633
@@ -104,10 +123,16 @@ class Estimate:
             _CONTEXT: fit.context / _GIB,
             _SLACK: fit.slack / _GIB,
         }
-        self.phases = {peak["phase"]: (peak["bytes"] + fit.context) / _GIB for peak in fit.found["peaks"]}
+        self.phases = {
+            peak["phase"]: (peak["bytes"] + fit.context) / _GIB for peak in fit.found["peaks"]
+        }
         self.host_gib = {moment: size / _GIB for moment, size in fit.found["host"].items()}
         checkpoint, export = (fit.found["disk"][name] / _GIB for name in ("checkpoint", "export"))
-        self.disk_gib = {"checkpoint": checkpoint, "export": export, "kept": (config.keep + 1) * checkpoint + export}
+        self.disk_gib = {
+            "checkpoint": checkpoint,
+            "export": export,
+            "kept": (config.keep + 1) * checkpoint + export,
+        }
         self.tokens_per_second = fit.tokens_per_second
         self.rows, self._rows_are_known = _rows(config)
         most = self.rows * config.num_epochs * config.max_length
@@ -140,7 +165,9 @@ class Estimate:
         need = max(self.host_gib.values())
         if need > ram:
             when = max(self.host_gib, key=self.host_gib.__getitem__)
-            said.append(f"the host's memory may not do: about {need:.1f} GiB at the {when}, {whose} {ram:.0f} GiB")
+            said.append(
+                f"the host's memory may not do: about {need:.1f} GiB at the {when}, {whose} {ram:.0f} GiB"
+            )
         if self.disk_gib["kept"] > disk:
             said.append(
                 f"the disk holds fewer than keep={self.config.keep} checkpoints and one being written: {self.disk_gib['kept']:.1f} GiB, {whose} {disk:.0f} GiB"
@@ -151,7 +178,9 @@ class Estimate:
                 f"it may take up to {_hours(self.hours)}, longer than a session of {_hours(hours)}: it would go on in the next one"
             )
         if self.decided.dtype == "bf16" and not has_bf16(self.gpu.capability):
-            said.append(f"a {self.gpu.name} computes bf16 by emulation, several times slower than fp16")
+            said.append(
+                f"a {self.gpu.name} computes bf16 by emulation, several times slower than fp16"
+            )
         return said
 
     @property
@@ -222,9 +251,19 @@ class Estimate:
 
     def _table(self) -> list[tuple[str, str]]:
         "Name and value of each line."
-        rows = [(name, f"{size:6.2f} GiB") for name, size in self.categories.items() if size >= 0.005]
-        rows.append((f"peak on each GPU, at the {self.moment}", f"{self.peak_gib:6.2f} GiB of {self.limit_gib:.2f}"))
-        rows += [(f"host memory at the {moment}", f"{size:6.1f} GiB") for moment, size in self.host_gib.items()]
+        rows = [
+            (name, f"{size:6.2f} GiB") for name, size in self.categories.items() if size >= 0.005
+        ]
+        rows.append(
+            (
+                f"peak on each GPU, at the {self.moment}",
+                f"{self.peak_gib:6.2f} GiB of {self.limit_gib:.2f}",
+            )
+        )
+        rows += [
+            (f"host memory at the {moment}", f"{size:6.1f} GiB")
+            for moment, size in self.host_gib.items()
+        ]
         disk = f"{self.disk_gib['checkpoint']:6.2f} GiB; export {self.disk_gib['export']:.2f}; with keep={self.config.keep} up to {self.disk_gib['kept']:.2f}"
         rows.append(("disk for a checkpoint", disk))
         if self.tokens_per_second:
@@ -254,7 +293,9 @@ class Estimate:
         ]
         if not self.fits:
             lines.append(
-                "what would fit, by a guess from fewer blocks:" if self.remedies else "nothing that was tried would fit"
+                "what would fit, by a guess from fewer blocks:"
+                if self.remedies
+                else "nothing that was tried would fit"
             )
             lines += [f"  {remedy}" for remedy in self.remedies[:5]]
         return "\n".join([*lines, "assumed:", *(f"  {line}" for line in self.assumptions)])
@@ -273,7 +314,8 @@ class Estimate:
         if not self.fits:
             said = [str(remedy).rpartition(": ") for remedy in self.remedies[:5]]
             items = "".join(
-                f"<li><code>cfg.replace({escape(changes)})</code>: {escape(about)}</li>" for changes, _, about in said
+                f"<li><code>cfg.replace({escape(changes)})</code>: {escape(about)}</li>"
+                for changes, _, about in said
             )
             notes += (
                 f"<div>What would fit, by a guess from fewer blocks:<ol>{items}</ol></div>"
@@ -299,9 +341,13 @@ class Estimate:
         lefts = [0.0] * len(phases)
         for category, color in _COLORS.items():
             given = {_CONTEXT: self.simulation.context}
-            sizes = [given.get(category, peak["categories"].get(category, 0)) / _GIB for peak in phases]
+            sizes = [
+                given.get(category, peak["categories"].get(category, 0)) / _GIB for peak in phases
+            ]
             if category == _SLACK:
-                sizes = [self.simulation.slack / _GIB if name == self.moment else 0.0 for name in names]
+                sizes = [
+                    self.simulation.slack / _GIB if name == self.moment else 0.0 for name in names
+                ]
             if max(sizes) > 0:
                 axes.barh(names, sizes, left=lefts, color=color, label=category, height=0.62)
             lefts = [left + size for left, size in zip(lefts, sizes, strict=True)]
@@ -309,10 +355,21 @@ class Estimate:
         for at, total in enumerate(lefts):
             white = {"fc": "white", "ec": "none", "pad": 1}
             axes.annotate(
-                f"{total:.1f}", (total, at), (4, 0), textcoords="offset points", va="center", fontsize=9, bbox=white
+                f"{total:.1f}",
+                (total, at),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+                bbox=white,
             )
         axes.set_ylim(len(phases) - 0.5, -0.9)
-        axes.annotate(f"{self.gpu.name}: {self.limit_gib:.1f} GiB ", (self.limit_gib, -0.6), ha="right", fontsize=9)
+        axes.annotate(
+            f"{self.gpu.name}: {self.limit_gib:.1f} GiB ",
+            (self.limit_gib, -0.6),
+            ha="right",
+            fontsize=9,
+        )
         axes.set(
             xlabel="GiB on each GPU",
             xlim=(0, 1.06 * max(*lefts, self.limit_gib)),
@@ -326,7 +383,9 @@ class Estimate:
 def _rows(cfg: RunConfig) -> tuple[int, bool]:
     "Rows of the slice, and whether that is known; the data may be elsewhere."
     try:
-        num_rows = count_rows(cfg) if cfg.dataset != BUILTIN_DATASET else None  # gathering that takes seconds
+        num_rows = (
+            count_rows(cfg) if cfg.dataset != BUILTIN_DATASET else None
+        )  # gathering that takes seconds
     except (ValueError, OSError):
         num_rows = None
     if num_rows is not None and num_rows > cfg.start_idx:
@@ -341,10 +400,16 @@ def _host(here: bool) -> tuple[float, float, str]:
     folder = Path(default_run_root()).absolute()
     while not folder.exists():
         folder = folder.parent
-    return psutil.virtual_memory().total / _GIB, psutil.disk_usage(str(folder)).free / _GIB, "here there are"
+    return (
+        psutil.virtual_memory().total / _GIB,
+        psutil.disk_usage(str(folder)).free / _GIB,
+        "here there are",
+    )
 
 # %% ../../nbs/memory/06_api.ipynb #2f2fb760
-def estimate(cfg: RunConfig, gpus: int | None = None, gpu_memory_gib: str | float | None = None) -> Estimate:
+def estimate(
+    cfg: RunConfig, gpus: int | None = None, gpu_memory_gib: str | float | None = None
+) -> Estimate:
     """What `cfg` would take on `gpus` GPUs, of all nodes together, of a name such as `"T4"`, or of so many GiB: simulated, without a GPU and without weights.
 
     Left out, they are those of this machine, or two T4s if it has none. Raises `ConfigError` for a GPU that is not known, `ModelError` for a model whose shape
@@ -354,7 +419,9 @@ def estimate(cfg: RunConfig, gpus: int | None = None, gpu_memory_gib: str | floa
         return _estimate(ask, cfg, gpu, count, here)
 
 
-def _estimate(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int, here: bool, search: bool = True) -> Estimate:
+def _estimate(
+    ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int, here: bool, search: bool = True
+) -> Estimate:
     fit = decide(ask, cfg, gpu, gpus)
     return Estimate(cfg, fit, remedies(ask, fit) if search and not fit.fits else [], here)
 
@@ -390,6 +457,8 @@ def plan_memory(cfg: RunConfig, force: bool = False) -> tuple[dict[str, Any], li
         "line": found.line,
         "peak_gib": round(found.peak_gib, 3),
         "categories": found.categories,
-        "decided": {name: getattr(found.decided, name) for name in ("strategy", "activation_checkpointing")},
+        "decided": {
+            name: getattr(found.decided, name) for name in ("strategy", "activation_checkpointing")
+        },
     }
     return plan, [] if found.verdict == FITS else [found.line]

@@ -58,7 +58,11 @@ def _device_memory(layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.T
         layer.state.CB, layer.state.SCB = weight.data, torch.empty(tensor.shape[0])
         return weight
     new = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    return (
+        nn.Parameter(new, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else new
+    )
 
 
 class _Simulated:
@@ -161,19 +165,29 @@ class _ZeRO12(_Simulated, Single):
                 p.data = p.data.to(self.dtype)
         self._trained = [p for p in model.parameters() if p.requires_grad]
         count = sum(p.numel() for p in self._trained)
-        self._share, self._bucket = -(-count // self.world.size), bucket_size([p.numel() for p in self._trained])
+        self._share, self._bucket = (
+            -(-count // self.world.size),
+            bucket_size([p.numel() for p in self._trained]),
+        )
         self._sums: list[torch.Tensor] = []
         self._apart = self.dtype == torch.float16 or (
-            self.dtype == torch.bfloat16 and (self.cfg.zero_stage == 2 or self.cfg.offload != "none")
+            self.dtype == torch.bfloat16
+            and (self.cfg.zero_stage == 2 or self.cfg.offload != "none")
         )  # sums in fp32
         offload = self.cfg.offload != "none"
         self._flat = nn.Module()
         self._flat.weight = nn.Parameter(torch.empty(1 if offload else self._share))
         self.tracker.claim([self._flat.weight], "optimizer")
         with _disable_current_modes():
-            self.optimizer = _HostOptimizer(self._flat.parameters(), lr=0.1) if offload else make_optimizer(self._flat)
+            self.optimizer = (
+                _HostOptimizer(self._flat.parameters(), lr=0.1)
+                if offload
+                else make_optimizer(self._flat)
+            )
         for p in self._trained if self.cfg.zero_stage == 2 else ():
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # it is in the bucket
+            p.register_post_accumulate_grad_hook(
+                lambda p: setattr(p, "grad", None)
+            )  # it is in the bucket
         self.window = self.cfg.zero_stage == 1
         gathered, reduced = (
             self.dtype.itemsize * count,
@@ -214,7 +228,9 @@ class _ZeRO12(_Simulated, Single):
         del norm
         if self.cfg.offload == "none":
             share = (
-                self._sums[0] if self._apart and self.cfg.zero_stage == 2 else torch.empty(self._share)
+                self._sums[0]
+                if self._apart and self.cfg.zero_stage == 2
+                else torch.empty(self._share)
             )  # of the sums, in one piece
             self.tracker.claim([share], "gradients")
             self._flat.weight.grad = share
@@ -230,20 +246,30 @@ class _ZeRO3(_Simulated, FSDP):
     ) -> tuple[nn.Module, Any]:
         offload = self.cfg.offload != "none"
         self.cfg = self.cfg.replace(
-            communication="micro_batch", sharding="full_shard", offload="none", strategy="fsdp", deepspeed_config=None
+            communication="micro_batch",
+            sharding="full_shard",
+            offload="none",
+            strategy="fsdp",
+            deepspeed_config=None,
         )
         if offload:  # the share that stays is in the dtype that computes
             model.to(self.dtype)
         super().prepare(
             model,
-            (lambda prepared: _HostOptimizer(prepared.parameters(), lr=0.1)) if offload else make_optimizer,
+            (lambda prepared: _HostOptimizer(prepared.parameters(), lr=0.1))
+            if offload
+            else make_optimizer,
             streamed,
         )
         trained, every = (
             [p.numel() for p in self.model.parameters() if p.requires_grad],
             sum(p.numel() for p in self.model.parameters()),
         )
-        self._bucket, self._share, self._offload = bucket_size(trained), -(-sum(trained) // self.world.size), offload
+        self._bucket, self._share, self._offload = (
+            bucket_size(trained),
+            -(-sum(trained) // self.world.size),
+            offload,
+        )
         if not offload:  # beside the share in fp32
             self._copy = torch.empty(-(-every // self.world.size), dtype=self.dtype)
             self.tracker.claim([self._copy], "parameters")
@@ -272,10 +298,13 @@ class _ZeRO3(_Simulated, FSDP):
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         norm = torch.empty(
-            max(local_part(p).numel() for p in self.model.parameters() if p.requires_grad), dtype=torch.float64
+            max(local_part(p).numel() for p in self.model.parameters() if p.requires_grad),
+            dtype=torch.float64,
         )  # of one tensor after the other
         del norm
-        self._line = None if self._offload else torch.empty(min(self._share, SUB_GROUP))  # gradients in one piece
+        self._line = (
+            None if self._offload else torch.empty(min(self._share, SUB_GROUP))
+        )  # gradients in one piece
         return torch.zeros(())
 
     def step(self) -> None:

@@ -74,11 +74,17 @@ def _versions() -> list[str]:
 def _key(request: dict[str, Any]) -> str:
     folder = Path(request["cfg"].get("model", BUILTIN_MODEL)) / "config.json"
     shape = folder.read_text() if folder.is_file() else None
-    return hashlib.sha256(json.dumps([request, shape, _versions()], sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        json.dumps([request, shape, _versions()], sort_keys=True).encode()
+    ).hexdigest()[:32]
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multigpu_ft" / "estimates"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "multigpu_ft"
+        / "estimates"
+    )
 
 
 class Simulations:
@@ -91,7 +97,9 @@ class Simulations:
         self._process: subprocess.Popen[str] | None = None
         self._errors = tempfile.TemporaryFile("w+")
 
-    def __call__(self, cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None) -> dict[str, Any]:
+    def __call__(
+        self, cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None
+    ) -> dict[str, Any]:
         "What `simulate` returns. Raises `ConfigError` or `ModelError` as training would, and `NoEstimate`."
         given = cfg.model_dump(include=set(_COUNTS))
         few = {"accum_steps": min(2, cfg.accum_steps)}  # more make no difference
@@ -141,7 +149,14 @@ class Simulations:
                 "OMP_NUM_THREADS": "1",
                 "TOKENIZERS_PARALLELISM": "false",
             }
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            for name in (
+                "RANK",
+                "LOCAL_RANK",
+                "WORLD_SIZE",
+                "LOCAL_WORLD_SIZE",
+                "MASTER_ADDR",
+                "MASTER_PORT",
+            ):
                 environment.pop(name, None)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "multigpu_ft.memory.simulation"],
@@ -162,7 +177,9 @@ class Simulations:
             self.close()
             self._errors.seek(0)
             said = self._errors.read().strip().splitlines()
-            raise NoEstimate(f"the simulation ended without an answer: {said[-1] if said else 'no message'}")
+            raise NoEstimate(
+                f"the simulation ended without an answer: {said[-1] if said else 'no message'}"
+            )
         return json.loads(line)
 
     def close(self) -> None:
@@ -220,7 +237,13 @@ class Fit:
     def verdict(self) -> str:
         if self.context + self.used > self.limit:
             return DOES_NOT
-        return MAY_NOT if self.peak > self.limit else CLOSE if self.peak > _CLOSE * self.limit else FITS
+        return (
+            MAY_NOT
+            if self.peak > self.limit
+            else CLOSE
+            if self.peak > _CLOSE * self.limit
+            else FITS
+        )
 
     @property
     def fits(self) -> bool:
@@ -247,18 +270,27 @@ def _guess(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
         cfg.strategy == "fsdp" and cfg.communication == "auto"
     ):  # few blocks have room to be gathered once in a window, and all may not
         once = _guess(ask, cfg.replace(communication="window"), gpu, gpus)
-        return once if once.fits else _guess(ask, cfg.replace(communication="micro_batch"), gpu, gpus)
+        return (
+            once if once.fits else _guess(ask, cfg.replace(communication="micro_batch"), gpu, gpus)
+        )
     more = ask(cfg, gpu, gpus, _MORE)
     left = (few["of_blocks"] - _FEW) / (_MORE - _FEW)
 
     def line(low: float, high: float) -> float:
         return low + max(0.0, high - low) * left
 
-    peaks = [{**a, "bytes": line(a["bytes"], b["bytes"])} for a, b in zip(few["peaks"], more["peaks"], strict=True)]
+    peaks = [
+        {**a, "bytes": line(a["bytes"], b["bytes"])}
+        for a, b in zip(few["peaks"], more["peaks"], strict=True)
+    ]
     used = max(peak["bytes"] for peak in peaks)
-    slack = max(found["reserved"] - max(peak["bytes"] for peak in found["peaks"]) for found in (few, more))
+    slack = max(
+        found["reserved"] - max(peak["bytes"] for peak in found["peaks"]) for found in (few, more)
+    )
     seconds = few["seconds"] and line(few["seconds"], more["seconds"])
-    return Fit(cfg, gpu, gpus, {**more, "peaks": peaks, "reserved": used + slack, "seconds": seconds})
+    return Fit(
+        cfg, gpu, gpus, {**more, "peaks": peaks, "reserved": used + slack, "seconds": seconds}
+    )
 
 # %% ../../nbs/memory/04_fit.ipynb #1c381af0
 _HOPELESS = 1.05  # of the GPU, by a guess
@@ -293,14 +325,18 @@ def decide(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
     Raises `ConfigError`, `ModelError` or `NoEstimate`."""
     cfg = cfg.replace(dtype=gpu.dtype if cfg.dtype == "auto" else cfg.dtype)
     if gpus > 1 and cfg.strategy == "single":
-        raise ConfigError(f"strategy='single' cannot run on {gpus} GPUs; use 'ddp' or 'fsdp', or gpus=1.")
+        raise ConfigError(
+            f"strategy='single' cannot run on {gpus} GPUs; use 'ddp' or 'fsdp', or gpus=1."
+        )
     if cfg.strategy != "auto":
         return _checkpointed(ask, cfg, gpu, gpus)
     if gpus == 1:
         return _checkpointed(ask, cfg.replace(strategy="single"), gpu, gpus)
     replicated, found = cfg.replace(strategy="ddp"), None
     least = replicated.replace(
-        activation_checkpointing="full" if cfg.activation_checkpointing == "auto" else cfg.activation_checkpointing
+        activation_checkpointing="full"
+        if cfg.activation_checkpointing == "auto"
+        else cfg.activation_checkpointing
     )
     if _guess(ask, least, gpu, gpus).peak < _HOPELESS * gpu.memory_mib * 2**20:
         found = _checkpointed(ask, replicated, gpu, gpus)
@@ -343,9 +379,15 @@ def _changes(fit: Fit) -> Iterator[dict[str, Any]]:
     yield from ({**e, **last} for e in eight)
     if cfg.strategy == "fsdp":
         yield {**last, "sharding": "full_shard", "communication": "micro_batch"}
-    tunings = {"full": ("lora", "qlora"), "lora": ("qlora",), "lora8bit": ("qlora",)}.get(cfg.tuning, ())
+    tunings = {"full": ("lora", "qlora"), "lora": ("qlora",), "lora8bit": ("qlora",)}.get(
+        cfg.tuning, ()
+    )
     for tuning in tunings:
-        change = {"tuning": tuning, "quantization": "none" if tuning == "lora" else "auto", "optimizer": "adamw"}
+        change = {
+            "tuning": tuning,
+            "quantization": "none" if tuning == "lora" else "auto",
+            "optimizer": "adamw",
+        }
         yield change
         yield {**change, **last}
         yield from ({**change, **s, **last} for s in sharded)
@@ -372,10 +414,17 @@ def remedies(ask: Simulations, fit: Fit, most: int | None = None) -> list[Remedy
     for changes in _changes(fit):
         if len(found) == most:
             break
-        changes = {name: value for name, value in changes.items() if getattr(fit.cfg, name) != value}
+        changes = {
+            name: value for name, value in changes.items() if getattr(fit.cfg, name) != value
+        }
         other = changes.get("tuning", fit.cfg.tuning) != fit.cfg.tuning
         enough = any(remedy.changes.items() <= changes.items() for _, remedy in found)
-        if not changes or enough or changes in tried or (other and sum(not o for o, _ in found) >= 2):
+        if (
+            not changes
+            or enough
+            or changes in tried
+            or (other and sum(not o for o, _ in found) >= 2)
+        ):
             continue
         tried.append(changes)
         with suppress(ValueError):  # what does not go together is no remedy

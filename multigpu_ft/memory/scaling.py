@@ -80,10 +80,24 @@ def collectives(shape: Shape, layout: str, nodes: int, gpus: int) -> list[Collec
     sums, pieces = 4.0 * shape.trainable, shape.blocks + 1
     if layout == "ddp":
         return [Collective("all-reduce", sums, pieces, 1, gpus, nodes)]
-    times, across = (1 if shape.window else shape.micro_batches), (1 if layout == "hybrid_shard" else nodes)
-    found = [Collective("all-gather", float(shape.width * shape.parameters), pieces, times, gpus, across)]
+    times, across = (
+        (1 if shape.window else shape.micro_batches),
+        (1 if layout == "hybrid_shard" else nodes),
+    )
+    found = [
+        Collective("all-gather", float(shape.width * shape.parameters), pieces, times, gpus, across)
+    ]
     if layout != "shard_grad_op" and not shape.window:
-        found.append(Collective("all-gather", float(shape.width * shape.in_blocks), shape.blocks, times, gpus, across))
+        found.append(
+            Collective(
+                "all-gather",
+                float(shape.width * shape.in_blocks),
+                shape.blocks,
+                times,
+                gpus,
+                across,
+            )
+        )
     found.append(Collective("reduce-scatter", sums, pieces, times, gpus, across))
     if layout == "hybrid_shard" and nodes > 1:
         found.append(Collective("all-reduce", sums / gpus, pieces, 1, 1, nodes))
@@ -105,7 +119,10 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        longer, shorter = max(self.computing, self.communicating), min(self.computing, self.communicating)
+        longer, shorter = (
+            max(self.computing, self.communicating),
+            min(self.computing, self.communicating),
+        )
         return longer + _NOT_HIDDEN * shorter
 
     @property
@@ -122,11 +139,20 @@ class Cost:
 def _state(shape: Shape, layout: str, nodes: int, gpus: int) -> float:
     shards = {"ddp": 1, "hybrid_shard": gpus}.get(layout, gpus * nodes)
     kept = (16 * shape.trainable + shape.width * (shape.parameters - shape.trainable)) / shards
-    return kept + (shape.width * shape.parameters + 4 * shape.trainable if shape.window and layout != "ddp" else 0)
+    return kept + (
+        shape.width * shape.parameters + 4 * shape.trainable
+        if shape.window and layout != "ddp"
+        else 0
+    )
 
 # %% ../../nbs/memory/05_scaling.ipynb #0d676af1
 _GIB, _WORTH = 2**30, 0.8
-_COLORS = {"ddp": "#0072b2", "full_shard": "#d55e00", "shard_grad_op": "#cc79a7", "hybrid_shard": "#009e73"}
+_COLORS = {
+    "ddp": "#0072b2",
+    "full_shard": "#d55e00",
+    "shard_grad_op": "#cc79a7",
+    "hybrid_shard": "#009e73",
+}
 
 
 class Communication:
@@ -143,7 +169,16 @@ class Communication:
         mfu: float,
         costs: list[Cost],
     ) -> None:
-        self.config, self.shape, self.gpu, self.gpus, self.link, self.network, self.mfu, self.costs = (
+        (
+            self.config,
+            self.shape,
+            self.gpu,
+            self.gpus,
+            self.link,
+            self.network,
+            self.mfu,
+            self.costs,
+        ) = (
             config,
             shape,
             gpu,
@@ -173,7 +208,9 @@ class Communication:
     def crossing(self, layout: str = "hybrid_shard", other: str = "full_shard") -> int | None:
         "The fewest nodes at which a step of `layout` is shorter than one of `other`; `None` if it never is."
         pairs = zip(self.of(layout), self.of(other), strict=True)
-        return next((a.nodes for a, b in pairs if a.nodes > 1 and a.seconds < 0.999 * b.seconds), None)
+        return next(
+            (a.nodes for a, b in pairs if a.nodes > 1 and a.seconds < 0.999 * b.seconds), None
+        )
 
     @property
     def lines(self) -> list[str]:
@@ -243,16 +280,23 @@ class Communication:
         rows = self.table()
         lines = [" ".join(f"{name:>16}" for name in rows[0])]
         lines += [" ".join(f"{value!s:>16}" for value in row.values()) for row in rows]
-        return "\n".join([f"{Path(self.config.model).name}: {self.assumptions}", *self.lines, *lines])
+        return "\n".join(
+            [f"{Path(self.config.model).name}: {self.assumptions}", *self.lines, *lines]
+        )
 
     def __repr__(self) -> str:
         return f"Communication({Path(self.config.model).name}: {'; '.join(self.lines)})"
 
     def _repr_html_(self) -> str:
-        rows, cell = self.table(), "text-align:right;padding:1px 10px 1px 0;font-variant-numeric:tabular-nums"
+        rows, cell = (
+            self.table(),
+            "text-align:right;padding:1px 10px 1px 0;font-variant-numeric:tabular-nums",
+        )
         head = "".join(f'<th style="{cell}">{escape(name)}</th>' for name in rows[0])
         body = "".join(
-            "<tr>" + "".join(f'<td style="{cell}">{escape(str(value))}</td>' for value in row.values()) + "</tr>"
+            "<tr>"
+            + "".join(f'<td style="{cell}">{escape(str(value))}</td>' for value in row.values())
+            + "</tr>"
             for row in rows
         )
         picture = base64.b64encode(png_bytes(self.plot())).decode()
@@ -277,7 +321,14 @@ class Communication:
                 (sent, [cost.inside / 1e9 for cost in costs], "-"),
                 (sent, [cost.between / 1e9 or float("nan") for cost in costs], ":"),
             ):
-                axes.plot(nodes, values, style, color=color, linewidth=1.6, label=layout if axes is share else None)
+                axes.plot(
+                    nodes,
+                    values,
+                    style,
+                    color=color,
+                    linewidth=1.6,
+                    label=layout if axes is share else None,
+                )
                 for at, value, cost in zip(nodes, values, costs, strict=True):
                     axes.plot(
                         [at],
@@ -296,7 +347,10 @@ class Communication:
             fontsize=8,
             color="#555555",
         )
-        share.set(ylabel="% of a step, not hidden", ylim=(0, max(30, 104 * max(cost.exposed for cost in self.costs))))
+        share.set(
+            ylabel="% of a step, not hidden",
+            ylim=(0, max(30, 104 * max(cost.exposed for cost in self.costs))),
+        )
         sent.set_ylabel("GB a GPU sends in a step")
         sent.set_yscale("log", base=2)
         sent.yaxis.set_major_formatter("{x:g}")
@@ -315,9 +369,12 @@ class Communication:
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(labelsize=9)
         figure.suptitle(
-            f"{Path(self.config.model).name}: {self.network * 8 / 1e9:g} Gb/s a GPU between nodes", fontsize=10
+            f"{Path(self.config.model).name}: {self.network * 8 / 1e9:g} Gb/s a GPU between nodes",
+            fontsize=10,
         )
-        figure.legend(*share.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+        figure.legend(
+            *share.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9
+        )
         return figure
 
 # %% ../../nbs/memory/05_scaling.ipynb #da5b38ec
@@ -357,7 +414,9 @@ def communication(
             f"strategy={cfg.strategy!r}, offload={cfg.offload!r}: what DeepSpeed sends is not computed here; use strategy='fsdp' and layouts."
         )
     shape = read_shape(cfg, kind, gpus)
-    computing = shape.flops_per_token * shape.tokens / (kind.flops / (8 if shape.width == 4 else 1) * mfu)
+    computing = (
+        shape.flops_per_token * shape.tokens / (kind.flops / (8 if shape.width == 4 else 1) * mfu)
+    )
     costs = []
     for layout in layouts:
         for count in sorted(set(nodes)):
@@ -365,7 +424,15 @@ def communication(
             inside, between = (sum(part) for part in zip(*(one.sent for one in found), strict=True))
             state = _state(shape, layout, count, gpus)
             costs.append(
-                Cost(layout, count, inside, between, computing, sum(one.seconds(link, network) for one in found), state)
+                Cost(
+                    layout,
+                    count,
+                    inside,
+                    between,
+                    computing,
+                    sum(one.seconds(link, network) for one in found),
+                    state,
+                )
             )
     return Communication(cfg, shape, kind, gpus, link, network, mfu, costs)
 
@@ -373,7 +440,9 @@ def communication(
 def read_shape(cfg: RunConfig, gpu: GPU, gpus: int) -> Shape:
     "The `Shape` of `cfg` on a node of `gpus` of the kind `gpu`, as `estimate` simulates it under fsdp."
     dtype = gpu.dtype if cfg.dtype == "auto" else cfg.dtype
-    checkpointing = "full" if cfg.activation_checkpointing == "auto" else cfg.activation_checkpointing
+    checkpointing = (
+        "full" if cfg.activation_checkpointing == "auto" else cfg.activation_checkpointing
+    )
     asked = cfg.replace(
         strategy="fsdp",
         sharding="full_shard",

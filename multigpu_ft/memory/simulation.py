@@ -16,7 +16,9 @@ from ..run.processes import watch_parent
 #| eval: false
 if __name__ == "__main__":
     gc.disable()  # until all is imported
-    watch_parent(os.getppid(), 0.5)  # first of all: importing torch takes seconds in which the kernel may die
+    watch_parent(
+        os.getppid(), 0.5
+    )  # first of all: importing torch takes seconds in which the kernel may die
 
 # %% ../../nbs/memory/03_simulation.ipynb #15e1075a
 import json
@@ -139,7 +141,9 @@ def _local_model(cfg: RunConfig, blocks: int | None) -> Iterator[tuple[RunConfig
     own = getattr(config, "num_hidden_layers", None)
     if blocks and own:
         values = {**config.to_dict(), "layer_types": None}
-        values[getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")] = blocks
+        values[
+            getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
+        ] = blocks
         config = type(config)(**values)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -170,10 +174,18 @@ class _AttentionOnGPU(TorchFunctionMode):
         self._flash = gpu.capability >= (8, 0)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        return self._attention(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
+        return (
+            self._attention(*args, **kwargs)
+            if func is F.scaled_dot_product_attention
+            else func(*args, **kwargs)
+        )
 
     def _attention(
         self,
@@ -189,8 +201,12 @@ class _AttentionOnGPU(TorchFunctionMode):
         aten, half = torch.ops.aten, query.dtype != torch.float32
         if self._flash and half and attn_mask is None and query.shape[-1] <= 256:
             if enable_gqa:  # the kernel takes fewer heads of keys; its fake takes none
-                key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+                key, value = (
+                    t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value)
+                )
+            return aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, scale=scale
+            )[0]
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
                 attn_mask.logical_not(), float("-inf")
@@ -217,7 +233,9 @@ class _Clock:
         self._gpu, self._size = gpu, size
         self.computing = self.communicating = 0.0
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def __call__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         moved = sum(
             t.numel() * t.element_size()
             for t in tree_leaves((args, kwargs, result))
@@ -233,11 +251,17 @@ class _Clock:
             flops = (
                 2
                 * args[0].numel()
-                * (args[2][0] if func.name().startswith("bitsandbytes::gemm_4bit") else args[2].shape[0])
+                * (
+                    args[2][0]
+                    if func.name().startswith("bitsandbytes::gemm_4bit")
+                    else args[2].shape[0]
+                )
             )
         elif flops and next(t for t in args if isinstance(t, torch.Tensor)).dtype == torch.float32:
             speed /= 8
-        self.computing += max(flops / (_OF_FLOPS * speed), moved / (_OF_BANDWIDTH * self._gpu.bandwidth), _STARTING_S)
+        self.computing += max(
+            flops / (_OF_FLOPS * speed), moved / (_OF_BANDWIDTH * self._gpu.bandwidth), _STARTING_S
+        )
 
     def send(self, size: float) -> None:
         if self._size > 1 and self._gpu.link:
@@ -245,7 +269,10 @@ class _Clock:
 
     @property
     def seconds(self) -> float:
-        longer, shorter = max(self.computing, self.communicating), min(self.computing, self.communicating)
+        longer, shorter = (
+            max(self.computing, self.communicating),
+            min(self.computing, self.communicating),
+        )
         return longer + 0.2 * shorter
 
 # %% ../../nbs/memory/03_simulation.ipynb #d87cf52b
@@ -301,7 +328,9 @@ def _join(size: int) -> None:
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
 
-def simulate(cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None, kind: str = "cuda") -> dict[str, Any]:
+def simulate(
+    cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None, kind: str = "cuda"
+) -> dict[str, Any]:
     """Two steps of `cfg` on `gpus` of the kind `gpu`; `cfg.strategy` and `cfg.dtype` are named. `blocks` is how many transformer blocks the model is to have
     instead of its own number. `kind="cpu"` computes as a CPU does, for comparisons with one.
 
@@ -311,14 +340,14 @@ def simulate(cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None, kin
     with _local_model(cfg, blocks) as (local, own):
         try:
             found = _simulate(local, gpu, gpus, kind, None)
-        except (
-            DynamicOutputShapeException
-        ):  # sizes that depend on values, as of a mixture of experts; symbols for them take a tenth more time
+        except DynamicOutputShapeException:  # sizes that depend on values, as of a mixture of experts; symbols for them take a tenth more time
             found = _simulate(local, gpu, gpus, kind, ShapeEnv())
     return {**found, "of_blocks": own or found["blocks"]}
 
 
-def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEnv | None) -> dict[str, Any]:
+def _simulate(
+    cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEnv | None
+) -> dict[str, Any]:
     world = SimulatedWorld(0, 0, gpus, torch.device("cpu"), cfg.nnodes)
     quantization, quantization_reason = choose_quantization(cfg, gpus, torch.device(kind))
     dtype = (
@@ -330,7 +359,8 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
     streamed = gpus > 1 and (quantization == "none" or cfg.strategy == "fsdp")
     unpacked = {id(p): p.numel() * torch.finfo(dtype).bits / 8 for p in shell.parameters()}
     packed = {
-        id(m.weight): m.weight.numel() * (0.516 if quantization == "4bit" else 1) for m in packed_layers(shell).values()
+        id(m.weight): m.weight.numel() * (0.516 if quantization == "4bit" else 1)
+        for m in packed_layers(shell).values()
     }  # with scales
     loading = sum({**unpacked, **packed}.values()) if streamed or quantization == "none" else 0
     loading += 2 * max(unpacked.values()) if packed else 0  # on its way to being packed
@@ -344,7 +374,9 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
     )
     clock = _Clock(gpu, gpus)
     reduced = "gradients" if cfg.strategy in ("ddp", "accelerate") else "unsharded"
-    tracker = MemoryTracker(clock if gpu.flops else None, short_masks=kind == "cuda", reduced=reduced)
+    tracker = MemoryTracker(
+        clock if gpu.flops else None, short_masks=kind == "cuda", reduced=reduced
+    )
     if kind == "cuda":
         _use_attention_on_gpu(shell, gpu)
     if quantization == "4bit":
@@ -397,13 +429,22 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
             if hasattr(strategy, "reduced"):
                 clock.send(2 * strategy.reduced)
             tracker.claim(
-                (t for s in strategy.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)),
+                (
+                    t
+                    for s in strategy.optimizer.state.values()
+                    for t in s.values()
+                    if isinstance(t, torch.Tensor)
+                ),
                 "optimizer",
             )
         tracker.begin("save")
-        largest = max((p for p in strategy.model.parameters() if p.requires_grad), key=lambda p: p.numel())
+        largest = max(
+            (p for p in strategy.model.parameters() if p.requires_grad), key=lambda p: p.numel()
+        )
         whole = (
-            torch.empty(largest.shape, dtype=largest.dtype) if hasattr(largest, "placements") else None
+            torch.empty(largest.shape, dtype=largest.dtype)
+            if hasattr(largest, "placements")
+            else None
         )  # for the export, one after the other
         del whole
         tracker.look_again()
@@ -414,7 +455,9 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
     )
     blocks = transformer_blocks(strategy.unwrap_model())
     in_blocks = sum(count for block in blocks for _, count in count_weights(block))
-    known = gpu.flops and cfg.offload == "none" and cfg.nnodes == 1  # how fast a host is, or a network, is not
+    known = (
+        gpu.flops and cfg.offload == "none" and cfg.nnodes == 1
+    )  # how fast a host is, or a network, is not
     seconds = clock.seconds * cfg.accum_steps / micro_batches if known else None
     offloaded = (16 * trainable if cfg.offload != "none" else 0) + (
         strategy.dtype.itemsize * total if cfg.offload == "all" else 0
@@ -429,7 +472,9 @@ def _simulate(cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEn
             "save": processes
             + offloaded
             + saved
-            + (4 * total if cfg.tuning == "full" else 4 * trainable + 4 * total * cfg.merge_adapter),
+            + (
+                4 * total if cfg.tuning == "full" else 4 * trainable + 4 * total * cfg.merge_adapter
+            ),
         },
         "disk": {"checkpoint": saved, "export": export},
         "seconds": seconds,
@@ -471,7 +516,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             RunConfig(**request["cfg"]),
             GPU(**{**request["gpu"], "capability": tuple(request["gpu"]["capability"])}),
         )
-        found = simulate(cfg, gpu, request["gpus"], request.get("blocks"), request.get("kind", "cuda"))
+        found = simulate(
+            cfg, gpu, request["gpus"], request.get("blocks"), request.get("kind", "cuda")
+        )
         return {**found, "took": round(time.perf_counter() - begun, 2)}
     except (ConfigError, ModelError) as error:
         return {"error": type(error).__name__, "message": str(error)}

@@ -18,7 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # %% ../../nbs/memory/01_tracker.ipynb #7626583c
-CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations", "logits and loss", "temporary")
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "unsharded",
+    "activations",
+    "logits and loss",
+    "temporary",
+)
 _COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
 _DEVICE = torch.ops.prim.device.default
 
@@ -28,12 +36,16 @@ def _packed_weight(args: tuple[Any, ...]) -> int:
     return rows * columns * args[0].element_size()
 
 
-_INSIDE: dict[str, Callable[[tuple[Any, ...]], int]] = {  # bytes that an operation takes inside, for its own duration
+_INSIDE: dict[
+    str, Callable[[tuple[Any, ...]], int]
+] = {  # bytes that an operation takes inside, for its own duration
     "bitsandbytes::gemm_4bit": _packed_weight,  # the weight in the compute dtype, if there are more than a few rows
     "bitsandbytes::int8_mixed_scaled_mm": lambda args: (
         4 * args[1].numel() // args[1].shape[-1] * args[2].shape[0]
     ),  # int32 sums
-    "bitsandbytes::int8_scaled_mm": lambda args: 4 * args[0].numel() // args[0].shape[-1] * args[1].shape[0],
+    "bitsandbytes::int8_scaled_mm": lambda args: (
+        4 * args[0].numel() // args[0].shape[-1] * args[1].shape[0]
+    ),
 }
 
 
@@ -58,7 +70,10 @@ class MemoryTracker(TorchDispatchMode):
     a byte an element, as in a GPU's kernel; a CPU's is as wide as its input."""
 
     def __init__(
-        self, on_operation: Callable[..., None] | None = None, short_masks: bool = False, reduced: str = "unsharded"
+        self,
+        on_operation: Callable[..., None] | None = None,
+        short_masks: bool = False,
+        reduced: str = "unsharded",
     ) -> None:
         super().__init__()
         self._reduced = reduced
@@ -71,7 +86,9 @@ class MemoryTracker(TorchDispatchMode):
         self.category: dict[int, str] = {}  # by storage
         self.bytes = 0
         self._on_operation = on_operation
-        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._sizes: dict[int, int] = {}  # of those that are there
         self._resizable: dict[
             int, list[tuple[int, weakref.ref[torch.UntypedStorage]]]
@@ -121,11 +138,17 @@ class MemoryTracker(TorchDispatchMode):
             number = self._known[storage] = len(self.category)
             self.category[number] = self.now
             self._resize(number, _size(storage))
-            self._watched.append(weakref.ref(storage, lambda _, number=number: self._resize(number, 0)))
+            self._watched.append(
+                weakref.ref(storage, lambda _, number=number: self._resize(number, 0))
+            )
         return number
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE:  # half of all calls
@@ -142,12 +165,17 @@ class MemoryTracker(TorchDispatchMode):
         if filled or func.namespace in _COLLECTIVES:
             storages = []
             for tensor in tree_leaves(kwargs["out"] if filled else (args, kwargs)):
-                if isinstance(tensor, torch.Tensor) and (storage := _storage_of(tensor)) is not None:
+                if (
+                    isinstance(tensor, torch.Tensor)
+                    and (storage := _storage_of(tensor)) is not None
+                ):
                     number = self._meet(storage)
                     storages.append((number, weakref.ref(storage)))
                     self._resize(number, _size(storage))
                     if self.category[number] in ("temporary", "activations"):
-                        self.category[number] = "unsharded" if filled or "gather" in name else self._reduced
+                        self.category[number] = (
+                            "unsharded" if filled or "gather" in name else self._reduced
+                        )
                     if "c10d" in func.namespace:
                         self.sent.add(number)
             if filled and storages:
@@ -210,7 +238,13 @@ def read_peaks(tracker: MemoryTracker) -> list[Peak]:
 
 # %% ../../nbs/memory/01_tracker.ipynb #34352728
 _MIB = 2**20
-_SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _MIN_LARGE, _ROUND_LARGE = _MIB, 2 * _MIB, 20 * _MIB, 10 * _MIB, 2 * _MIB
+_SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _MIN_LARGE, _ROUND_LARGE = (
+    _MIB,
+    2 * _MIB,
+    20 * _MIB,
+    10 * _MIB,
+    2 * _MIB,
+)
 
 
 @dataclass(eq=False)
@@ -292,7 +326,9 @@ class CachingAllocator:
 
     def _release(self) -> None:
         for pool, entries in self._free.items():
-            unused = [piece for _, _, piece in entries if piece.before is None and piece.after is None]
+            unused = [
+                piece for _, _, piece in entries if piece.before is None and piece.after is None
+            ]
             self.reserved -= sum(piece.size for piece in unused)
             self._free[pool] = [entry for entry in entries if entry[2] not in unused]
 
@@ -307,5 +343,7 @@ def reserved_bytes(tracker: MemoryTracker, limit: float = float("inf")) -> int:
         if before:
             allocator.give_back(pieces.pop(number))
         if sizes[number]:
-            pieces[number] = allocator.take(sizes[number], "collectives" if number in tracker.sent else "compute")
+            pieces[number] = allocator.take(
+                sizes[number], "collectives" if number in tracker.sent else "compute"
+            )
     return allocator.peak

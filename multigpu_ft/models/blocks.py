@@ -16,10 +16,18 @@ from ..run.errors import ModelError
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     "The modules of `model` whose class its `_no_split_modules` names, or else its largest list, in forward order. Raises `ModelError` if it has neither."
     names = set(getattr(model, "_no_split_modules", None) or [])
-    blocks = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    blocks = [
+        module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names
+    ]
     if not blocks:
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(block) for block in m}) == 1]
-        blocks = list(max(lists, key=lambda blocks: sum(map(elements, blocks.parameters())), default=[]))
+        lists = [
+            m
+            for m in model.modules()
+            if isinstance(m, nn.ModuleList) and len({type(block) for block in m}) == 1
+        ]
+        blocks = list(
+            max(lists, key=lambda blocks: sum(map(elements, blocks.parameters())), default=[])
+        )
     if not blocks:
         raise ModelError(
             f"{type(model).__name__} names no transformer blocks (_no_split_modules) and has no list of them, so fsdp and half precision "
@@ -44,7 +52,9 @@ def checkpoint_activations(model: nn.Module, every: int) -> None:
         block.gradient_checkpointing = number % every == 0
 
 
-def checkpoint_every(setting: str | int, model: nn.Module, tokens: int, dtype: torch.dtype, free: float) -> int:
+def checkpoint_every(
+    setting: str | int, model: nn.Module, tokens: int, dtype: torch.dtype, free: float
+) -> int:
     "The k of every k-th block that `setting` recomputes, 0 for none. `auto`: as few as let `tokens` of a micro-batch fit into `free` bytes."
     if setting != "auto":
         return {"none": 0, "full": 1}.get(setting, setting)

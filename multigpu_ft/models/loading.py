@@ -55,7 +55,11 @@ def _train_tokenizer(folder: Path) -> None:
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>", model_max_length=512
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        pad_token="<pad>",
+        eos_token="</s>",
+        model_max_length=512,
     ).save_pretrained(folder)
 
 
@@ -74,7 +78,9 @@ def _builtin_tokenizer() -> PreTrainedTokenizerFast:
 
 # %% ../../nbs/models/02_loading.ipynb #03adaee5
 def _not_loaded(what: str, cfg: RunConfig, error: Exception) -> ModelError:
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    reason = next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
     if "attention implementation" in str(error) or "scaled_dot_product" in str(error):
         return ModelError(
             f"{cfg.model!r} cannot be used with attn_implementation={cfg.attn_implementation!r}; use attn_implementation='eager'."
@@ -173,7 +179,11 @@ def order_labels(names: list[str], cfg: RunConfig, tokenizer: PreTrainedTokenize
     known = [own[number] for number in sorted(own)]
     if all(re.fullmatch(r"LABEL_\d+", name) for name in known):  # a model without labels of its own
         return names
-    return known if sorted(known) == sorted(names) or names == [str(number) for number in range(len(known))] else names
+    return (
+        known
+        if sorted(known) == sorted(names) or names == [str(number) for number in range(len(known))]
+        else names
+    )
 
 
 def load_shell(
@@ -186,7 +196,9 @@ def load_shell(
     config = load_config(cfg, tokenizer, label_names)
     try:
         with torch.device("meta"):
-            model = model_class(cfg).from_config(config, attn_implementation=cfg.attn_implementation, dtype=dtype)
+            model = model_class(cfg).from_config(
+                config, attn_implementation=cfg.attn_implementation, dtype=dtype
+            )
     except (ValueError, KeyError, ImportError) as error:
         raise _not_loaded("model", cfg, error) from error
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
@@ -219,8 +231,17 @@ def load_model(
     shell = load_shell(cfg, tokenizer, label_names)
     torch.manual_seed(cfg.seed)
     if cfg.model == BUILTIN_MODEL and quantization == "none":
-        return model_class(cfg).from_config(shell.config, attn_implementation=cfg.attn_implementation).to(dtype).train()
-    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": cfg.attn_implementation, "config": shell.config}
+        return (
+            model_class(cfg)
+            .from_config(shell.config, attn_implementation=cfg.attn_implementation)
+            .to(dtype)
+            .train()
+        )
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": cfg.attn_implementation,
+        "config": shell.config,
+    }
     output = shell.get_output_embeddings()
     whole = [name for name, module in shell.named_modules() if module is output] + (
         head_modules(shell) if label_names else []
@@ -237,10 +258,14 @@ def load_model(
             with tempfile.TemporaryDirectory() as folder:  # bitsandbytes quantizes what it loads
                 shell.config.save_pretrained(folder)
                 save_model(
-                    model_class(cfg).from_config(shell.config), f"{folder}/model.safetensors", {"format": "pt"}
+                    model_class(cfg).from_config(shell.config),
+                    f"{folder}/model.safetensors",
+                    {"format": "pt"},
                 )  # save_pretrained is for rank 0
                 return model_class(cfg).from_pretrained(folder, **settings).train()
-        return model_class(cfg).from_pretrained(cfg.model, revision=cfg.revision, **settings).train()
+        return (
+            model_class(cfg).from_pretrained(cfg.model, revision=cfg.revision, **settings).train()
+        )
     except RuntimeError as error:
         if not label_names or not any(word in str(error) for word in ("mismatch", "shape")):
             raise

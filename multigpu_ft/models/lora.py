@@ -38,7 +38,9 @@ def linear_layers(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not output and not f"{name}.".startswith(heads or "\0")
+        if isinstance(module, (nn.Linear, Conv1D))
+        and module is not output
+        and not f"{name}.".startswith(heads or "\0")
     ]
 
 
@@ -52,19 +54,27 @@ def target_modules(setting: str, model: nn.Module) -> list[str]:
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     if setting == "all-linear":
         return known
-    if setting == "attention" and (wanted := [name for name in layers if "att" in name.rpartition(".")[0]]):
-        return wanted  # by their full names: BERT has a `dense` in its attention and others beside it
+    if setting == "attention" and (
+        wanted := [name for name in layers if "att" in name.rpartition(".")[0]]
+    ):
+        return (
+            wanted  # by their full names: BERT has a `dense` in its attention and others beside it
+        )
     if setting == "query-value":
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-        wanted = _QUERY_VALUE.get(model.config.model_type) or TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(
-            model.config.model_type, []
-        )
+        wanted = _QUERY_VALUE.get(
+            model.config.model_type
+        ) or TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type, [])
     else:
         wanted = [name.strip() for name in setting.split(",") if name.strip()]
     missing = [name for name in wanted if name not in known]
     if missing or not wanted:
-        what = f"{', '.join(map(repr, missing))}{did_you_mean(missing[0], known)}" if missing else "that this means"
+        what = (
+            f"{', '.join(map(repr, missing))}{did_you_mean(missing[0], known)}"
+            if missing
+            else "that this means"
+        )
         raise ModelError(
             f"lora_target_modules={setting!r}: {type(model).__name__} has no linear layer {what}; available: {', '.join(known)}."
         )
@@ -109,12 +119,18 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     "Each adapted layer with the name it has in the base model."
     from peft.tuners.lora import LoraLayer
 
-    return ((name, module) for name, module in without_adapter(model).named_modules() if isinstance(module, LoraLayer))
+    return (
+        (name, module)
+        for name, module in without_adapter(model).named_modules()
+        if isinstance(module, LoraLayer)
+    )
 
 
 def changes_nothing(model: nn.Module) -> bool:
     "Whether every `B` is zero, so that the adapted model is the base model. A collective if `model` is sharded."
-    return not any(bool(whole(layer.lora_B["default"].weight).any()) for _, layer in adapted_layers(model))
+    return not any(
+        bool(whole(layer.lora_B["default"].weight).any()) for _, layer in adapted_layers(model)
+    )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,22 +168,35 @@ def _unpacked(layer: nn.Module) -> torch.Tensor:
 
 def _as_it_was(layer: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     "GPT-2's layers hold their weights the other way round, and were turned when they were packed."
-    return weight.T.contiguous() if _is_turned(layer) and type(layer).__name__ != "Conv1D" else weight
+    return (
+        weight.T.contiguous() if _is_turned(layer) and type(layer).__name__ != "Conv1D" else weight
+    )
 
 
 def _is_turned(layer: nn.Module) -> bool:
     "Whether the layer holds, or held before it was packed, its weight as `[in, out]`."
-    return "Conv1D" in (type(layer).__name__, getattr(getattr(layer, "source_cls", None), "__name__", ""))
+    return "Conv1D" in (
+        type(layer).__name__,
+        getattr(getattr(layer, "source_cls", None), "__name__", ""),
+    )
 
 
-def merged_weights(model: nn.Module, dtype: torch.dtype, keep: bool = True) -> dict[str, torch.Tensor]:
+def merged_weights(
+    model: nn.Module, dtype: torch.dtype, keep: bool = True
+) -> dict[str, torch.Tensor]:
     """All weights of the base model by the names it gives them, in `dtype` on the CPU, adapters and trained heads in their places.
 
     A collective if `model` is sharded; a rank that need not `keep` them gets none."""
-    layers, base, packed = dict(adapted_layers(model)), without_adapter(model), packed_layers(model).values()
+    layers, base, packed = (
+        dict(adapted_layers(model)),
+        without_adapter(model),
+        packed_layers(model).values(),
+    )
     merged: dict[str, torch.Tensor] = {}
     for name, module in base.named_modules():
-        if ".original_module" in f".{name}" or any(part in name for part in (".lora_", ".base_layer")):
+        if ".original_module" in f".{name}" or any(
+            part in name for part in (".lora_", ".base_layer")
+        ):
             continue
         name = name.replace(".modules_to_save.default", "").replace("modules_to_save.default.", "")
         tensors: dict[str, Any] = dict(module.named_parameters(recurse=False)) | {
@@ -182,7 +211,9 @@ def merged_weights(model: nn.Module, dtype: torch.dtype, keep: bool = True) -> d
                 @ whole(layer.lora_A["default"].weight).float()
                 * layer.scaling["default"]
             )
-            tensors = {"weight": _unpacked(inner).float() + (delta.T if _is_turned(inner) else delta)}
+            tensors = {
+                "weight": _unpacked(inner).float() + (delta.T if _is_turned(inner) else delta)
+            }
             if inner.bias is not None:
                 tensors["bias"] = inner.bias
         elif module in packed:  # but none of the targets

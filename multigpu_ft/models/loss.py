@@ -39,7 +39,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + rows)
             inputs, wanted = hidden[chunk], targets[chunk, None]
             grad = F.linear(inputs, weight, bias).float()
-            grad = torch.log_softmax(grad, dim=-1)  # the logits are not needed again; rebinding frees them
+            grad = torch.log_softmax(
+                grad, dim=-1
+            )  # the logits are not needed again; rebinding frees them
             losses[chunk] = -grad.gather(1, wanted).squeeze(1)
             if not training:
                 continue
@@ -94,11 +96,23 @@ def chunked_cross_entropy(
         bias = None if head.bias is None else head.bias.to(half)
         with torch.autocast(kind, enabled=False):
             return _ChunkedCrossEntropy.apply(
-                hidden.to(half), head.weight.to(half), bias, targets, scale, torch.is_grad_enabled(), kind
+                hidden.to(half),
+                head.weight.to(half),
+                bias,
+                targets,
+                scale,
+                torch.is_grad_enabled(),
+                kind,
             )
     if type(head) is nn.Linear:
         return _ChunkedCrossEntropy.apply(
-            hidden.to(head.weight.dtype), head.weight, head.bias, targets, scale, torch.is_grad_enabled(), kind
+            hidden.to(head.weight.dtype),
+            head.weight,
+            head.bias,
+            targets,
+            scale,
+            torch.is_grad_enabled(),
+            kind,
         )
     rows = _chunk_rows(kind, getattr(head, "out_features", 2**16))
 
@@ -106,7 +120,12 @@ def chunked_cross_entropy(
         return F.cross_entropy(head(inputs).float(), wanted, reduction="none")
 
     chunks = [slice(start, start + rows) for start in range(0, max(1, len(targets)), rows)]
-    losses = torch.cat([checkpoint(losses_of, hidden[chunk], targets[chunk], use_reentrant=False) for chunk in chunks])
+    losses = torch.cat(
+        [
+            checkpoint(losses_of, hidden[chunk], targets[chunk], use_reentrant=False)
+            for chunk in chunks
+        ]
+    )
     return losses.sum() * scale, losses.detach()
 
 # %% ../../nbs/models/05_loss.ipynb #fbfdebd0
@@ -142,13 +161,21 @@ class LossModel(nn.Module):
             attention_mask = block_diagonal_mask(documents)
             if causal_lm.config._attn_implementation == "eager":  # adds its mask to the scores
                 attention_mask = torch.where(attention_mask, 0.0, torch.finfo(causal_lm.dtype).min)
-        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "use_cache": False,
+        }
         if position_ids is not None:
             inputs["position_ids"] = position_ids
         if self.chunked:
             hidden = causal_lm.base_model(**inputs).last_hidden_state.flatten(0, 1)
             return chunked_cross_entropy(
-                hidden.index_select(0, predictors), causal_lm.get_output_embeddings(), targets, scale, self._kind
+                hidden.index_select(0, predictors),
+                causal_lm.get_output_embeddings(),
+                targets,
+                scale,
+                self._kind,
             )
         logits = causal_lm(**inputs).logits.flatten(0, 1).index_select(0, predictors)
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
@@ -172,6 +199,8 @@ class ClassifierLoss(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         "A micro-batch of labelled texts to their summed loss times `scale`, each one's loss, `fp32[rows]` in nats, and predicted label, `int64[rows]`."
         segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, **segments).logits.float()
+        logits = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, **segments
+        ).logits.float()
         losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
         return losses.sum() * scale, losses.detach(), logits.detach().argmax(-1)

@@ -20,7 +20,10 @@ from ..run.errors import ConfigError
 def choose_quantization(cfg: RunConfig, world_size: int, device: torch.device) -> tuple[str, str]:
     "`none`, `8bit` or `4bit`, and the reason in words. Raises `ConfigError` if bitsandbytes, which it takes, is missing."
     wanted = cfg.quantized or cfg.quantization
-    missing = next((name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None), None)
+    missing = next(
+        (name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None),
+        None,
+    )
     if wanted == "auto" or cfg.tuning == "full":
         if cfg.tuning == "full":
             return "none", "all weights are trained"
@@ -31,7 +34,10 @@ def choose_quantization(cfg: RunConfig, world_size: int, device: torch.device) -
         if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (7, 5):
             return "none", "a GPU older than LLM.int8 needs"
         if missing or cfg.compile or cfg.strategy == "fsdp" or cfg.zero_stage:
-            return "none", f"{missing} is not installed" if missing else "as compile, fsdp or zero need it"
+            return (
+                "none",
+                f"{missing} is not installed" if missing else "as compile, fsdp or zero need it",
+            )
         return "8bit", "one GPU"
     if wanted != "none" and missing:
         raise ConfigError(
@@ -40,7 +46,9 @@ def choose_quantization(cfg: RunConfig, world_size: int, device: torch.device) -
     return wanted, f"tuning={cfg.tuning!r}" if cfg.tuning != "lora" else "as configured"
 
 
-def make_quantization_config(quantization: str, dtype: torch.dtype, whole: list[str]) -> BitsAndBytesConfig | None:
+def make_quantization_config(
+    quantization: str, dtype: torch.dtype, whole: list[str]
+) -> BitsAndBytesConfig | None:
     if quantization == "4bit":
         return BitsAndBytesConfig(
             load_in_4bit=True,
@@ -50,13 +58,19 @@ def make_quantization_config(quantization: str, dtype: torch.dtype, whole: list[
             bnb_4bit_quant_storage=dtype,
             llm_int8_skip_modules=whole,
         )
-    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=whole) if quantization == "8bit" else None
+    return (
+        BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=whole)
+        if quantization == "8bit"
+        else None
+    )
 
 # %% ../../nbs/models/01_quantization.ipynb #d2c5ae68
 def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
     "The layers of `model` that bitsandbytes has quantized, by name."
     return {
-        name: module for name, module in model.named_modules() if type(module).__module__.startswith("bitsandbytes.")
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("bitsandbytes.")
     }
 
 
@@ -67,7 +81,10 @@ def elements(p: nn.Parameter) -> int:
 
 def count_weights(model: nn.Module) -> list[tuple[nn.Parameter, int]]:
     "Each parameter of `model` with the number of weights in it, which of packed ones is more than its elements."
-    packed = {id(layer.weight): layer.in_features * layer.out_features for layer in packed_layers(model).values()}
+    packed = {
+        id(layer.weight): layer.in_features * layer.out_features
+        for layer in packed_layers(model).values()
+    }
     return [(p, packed.get(id(p), elements(p))) for p in model.parameters()]
 
 
@@ -84,7 +101,9 @@ def frozen_bytes(shell: nn.Module, dtype: torch.dtype, quantization: str) -> flo
     }
     each = _PACKED_BYTES.get(quantization, dtype.itemsize)
     return sum(
-        p.numel() * (dtype.itemsize if id(p) in ends else each) for p in shell.parameters() if not p.requires_grad
+        p.numel() * (dtype.itemsize if id(p) in ends else each)
+        for p in shell.parameters()
+        if not p.requires_grad
     )
 
 

@@ -26,7 +26,9 @@ def _field(
     high: float | None = None,
     above: float | None = None,
 ) -> Any:
-    return Field(default, description=help, ge=low, le=high, gt=above, json_schema_extra={"group": group})
+    return Field(
+        default, description=help, ge=low, le=high, gt=above, json_schema_extra={"group": group}
+    )
 
 
 BUILTIN_MODEL = "builtin:opt-tiny"
@@ -53,26 +55,41 @@ class RunConfig(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
     run_root: str = _field("runs", "run", "folder that holds the run directories")
     run_name: str | None = _field(
-        None, "run", "name of the run directory; empty: model and slice. A number is added if it is taken"
+        None,
+        "run",
+        "name of the run directory; empty: model and slice. A number is added if it is taken",
     )
-    seed: int = _field(0, "run", "seed of the sample order and of every random number", low=0, high=2**31 - 1)
+    seed: int = _field(
+        0, "run", "seed of the sample order and of every random number", low=0, high=2**31 - 1
+    )
 
     model: str = _field(
-        BUILTIN_MODEL, "model", "Hub id or local folder of a causal language model, or builtin:opt-tiny"
+        BUILTIN_MODEL,
+        "model",
+        "Hub id or local folder of a causal language model, or builtin:opt-tiny",
     )
     revision: str | None = _field(None, "model", "branch, tag or commit of the model on the Hub")
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = _field("sdpa", "model", "attention kernel")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = _field(
+        "sdpa", "model", "attention kernel"
+    )
     tuning: Literal["full", "lora", "qlora", "lora8bit"] = _field(
         "full", "model", "train all weights, or an adapter on frozen ones, whole or in 4 or 8 bit"
     )
     lora_r: int = _field(8, "model", "rank of the adapter's matrices", low=1, high=1024)
     lora_alpha: float = _field(
-        16, "model", "scale of the adapter: its output is multiplied by lora_alpha / lora_r", above=0
+        16,
+        "model",
+        "scale of the adapter: its output is multiplied by lora_alpha / lora_r",
+        above=0,
     )
     lora_dropout: float = _field(0.05, "model", "dropout before the adapter", low=0, high=0.9)
     lora_target_modules: str = _field(
@@ -83,23 +100,37 @@ class RunConfig(BaseModel):
     quantization: Literal["auto", "none", "8bit", "4bit"] = _field(
         "auto", "model", "an adapter's frozen weights; auto: as tuning says; lora: 8bit on one GPU"
     )
-    merge_adapter: bool = _field(False, "model", "also export the model with the adapter merged into its weights")
+    merge_adapter: bool = _field(
+        False, "model", "also export the model with the adapter merged into its weights"
+    )
 
     dataset: str = _field(
-        BUILTIN_DATASET, "data", "Hub id, local .jsonl .json .csv .tsv .parquet .txt file, or builtin:python-docs"
+        BUILTIN_DATASET,
+        "data",
+        "Hub id, local .jsonl .json .csv .tsv .parquet .txt file, or builtin:python-docs",
     )
     dataset_split: str = _field("train", "data", "split of a Hub dataset")
-    dataset_revision: str | None = _field(None, "data", "branch, tag or commit of the dataset on the Hub")
+    dataset_revision: str | None = _field(
+        None, "data", "branch, tag or commit of the dataset on the Hub"
+    )
     task: Literal["causal-lm", "chat", "classification"] = _field(
         "causal-lm", "data", "learn all tokens, the assistant's turns of conversations, or a label"
     )
     text_field: str = _field("text", "data", "column that holds the text")
-    text_pair_field: str | None = _field(None, "data", "column of a second text, for classifying pairs")
-    label_field: str = _field("label", "data", "column that holds the label, a whole number from 0 or 1 on or a name")
-    messages_field: str = _field("messages", "data", "column that holds a conversation: a list of role and content")
+    text_pair_field: str | None = _field(
+        None, "data", "column of a second text, for classifying pairs"
+    )
+    label_field: str = _field(
+        "label", "data", "column that holds the label, a whole number from 0 or 1 on or a name"
+    )
+    messages_field: str = _field(
+        "messages", "data", "column that holds a conversation: a list of role and content"
+    )
     start_idx: int = _field(0, "data", "first row of the slice, in raw row order (rows)")
     end_idx: int | None = _field(
-        None, "data", "row after the slice's last; empty: start_idx + slice_size or the end of the data (rows)"
+        None,
+        "data",
+        "row after the slice's last; empty: start_idx + slice_size or the end of the data (rows)",
     )
     slice_size: int = _field(5000, "data", "rows of a slice when end_idx is empty (rows)", low=1)
     eval_dataset: str | None = _field(
@@ -107,9 +138,14 @@ class RunConfig(BaseModel):
         "data",
         "data to evaluate on, of the same fields; empty: the dataset itself if eval_split is given, else none",
     )
-    eval_split: str | None = _field(None, "data", "split of a Hub dataset to evaluate on; empty: validation")
+    eval_split: str | None = _field(
+        None, "data", "split of a Hub dataset to evaluate on; empty: validation"
+    )
     eval_start_idx: int | None = _field(
-        None, "data", "first row to evaluate on; without eval_dataset a held-out slice of the dataset (rows)", low=0
+        None,
+        "data",
+        "first row to evaluate on; without eval_dataset a held-out slice of the dataset (rows)",
+        low=0,
     )
     eval_end_idx: int | None = _field(
         None, "data", "row after the last to evaluate on; empty: the end of that data (rows)", low=1
@@ -123,10 +159,16 @@ class RunConfig(BaseModel):
 
     num_epochs: int = _field(1, "training", "passes over the slice (epochs)", low=1)
     initial_epoch: int = _field(
-        1, "training", "number of the first epoch on this slice; raise it to train further epochs later", low=1
+        1,
+        "training",
+        "number of the first epoch on this slice; raise it to train further epochs later",
+        low=1,
     )
     max_steps: int | None = _field(
-        None, "training", "stop after this many optimizer steps of this run; empty: no limit (steps)", low=1
+        None,
+        "training",
+        "stop after this many optimizer steps of this run; empty: no limit (steps)",
+        low=1,
     )
     batch_size: int = _field(
         4,
@@ -134,7 +176,9 @@ class RunConfig(BaseModel):
         "rows of a micro-batch on one GPU: texts if padded, else packed or bucketed up to max_length tokens (rows)",
         low=1,
     )
-    accum_steps: int = _field(1, "training", "micro-batches accumulated for one optimizer step", low=1)
+    accum_steps: int = _field(
+        1, "training", "micro-batches accumulated for one optimizer step", low=1
+    )
     learning_rate: float = _field(
         None,
         "training",
@@ -152,22 +196,33 @@ class RunConfig(BaseModel):
         0, "training", "first row of the slices that one learning-rate schedule spans (rows)", low=0
     )
     schedule_end_idx: int | None = _field(
-        None, "training", "row after the last of that series; empty: each slice has its own schedule (rows)", low=1
+        None,
+        "training",
+        "row after the last of that series; empty: each slice has its own schedule (rows)",
+        low=1,
     )
     optimizer: Literal["adamw", "adamw_8bit"] = _field(
-        "adamw", "training", "AdamW fused in fp32, or with 8-bit moments (bitsandbytes; single and ddp)"
+        "adamw",
+        "training",
+        "AdamW fused in fp32, or with 8-bit moments (bitsandbytes; single and ddp)",
     )
     weight_decay: float = _field(
-        0.01, "training", "decoupled weight decay of AdamW, for matrices; biases and norms have none", low=0, high=1
+        0.01,
+        "training",
+        "decoupled weight decay of AdamW, for matrices; biases and norms have none",
+        low=0,
+        high=1,
     )
     max_grad_norm: float | None = _field(
         1.0, "training", "clip the global gradient norm to this; empty: no clipping", above=0
     )
 
-    strategy: Literal["auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"] = _field(
-        "auto",
-        "parallelism",
-        "how GPUs share work; auto: single on one, ddp if it fits, else fsdp. accelerate: Accelerate's ddp; zero1 to zero3: DeepSpeed's",
+    strategy: Literal["auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"] = (
+        _field(
+            "auto",
+            "parallelism",
+            "how GPUs share work; auto: single on one, ddp if it fits, else fsdp. accelerate: Accelerate's ddp; zero1 to zero3: DeepSpeed's",
+        )
     )
     sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = _field(
         "full_shard",
@@ -180,10 +235,16 @@ class RunConfig(BaseModel):
         "fsdp gathers parameters and reduces gradients once per accumulation window or per micro-batch; auto: window where memory allows",
     )
     deepspeed_config: str | None = _field(
-        None, "parallelism", "DeepSpeed JSON, a file or its text, with further settings for zero1 to zero3; empty: none"
+        None,
+        "parallelism",
+        "DeepSpeed JSON, a file or its text, with further settings for zero1 to zero3; empty: none",
     )
     nproc: int | None = _field(
-        None, "parallelism", "processes on each node; empty: one per GPU, or 2 without a GPU", low=1, high=64
+        None,
+        "parallelism",
+        "processes on each node; empty: one per GPU, or 2 without a GPU",
+        low=1,
+        high=64,
     )
     nnodes: int = _field(
         1,
@@ -192,19 +253,30 @@ class RunConfig(BaseModel):
         low=1,
         high=4096,
     )
-    timeout_s: int = _field(600, "parallelism", "longest wait for another rank in a collective (seconds)", low=5)
-    join_timeout_s: int = _field(600, "parallelism", "longest wait for another node at the beginning (seconds)", low=5)
+    timeout_s: int = _field(
+        600, "parallelism", "longest wait for another rank in a collective (seconds)", low=5
+    )
+    join_timeout_s: int = _field(
+        600, "parallelism", "longest wait for another node at the beginning (seconds)", low=5
+    )
     max_restarts: int = _field(
-        0, "parallelism", "times that ranks which failed are started again, from the newest checkpoint", low=0
+        0,
+        "parallelism",
+        "times that ranks which failed are started again, from the newest checkpoint",
+        low=0,
     )
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = _field(
-        "auto", "memory", "compute dtype; auto: bf16 from compute capability 8.0, else fp16, fp32 on a CPU"
-    )
-    activation_checkpointing: Literal["auto", "none", "full"] | Annotated[int, Field(ge=2)] = _field(
         "auto",
         "memory",
-        "blocks that compute their activations again in the backward pass: none, full, a number k for every k-th; auto: as few as fit",
+        "compute dtype; auto: bf16 from compute capability 8.0, else fp16, fp32 on a CPU",
+    )
+    activation_checkpointing: Literal["auto", "none", "full"] | Annotated[int, Field(ge=2)] = (
+        _field(
+            "auto",
+            "memory",
+            "blocks that compute their activations again in the backward pass: none, full, a number k for every k-th; auto: as few as fit",
+        )
     )
     offload: Literal["none", "optimizer", "all"] = _field(
         "none",
@@ -216,7 +288,9 @@ class RunConfig(BaseModel):
         "memory",
         "before a run on GPUs, estimate its memory and refuse what cannot fit, say so only, or do not estimate",
     )
-    compile: bool = _field(False, "memory", "compile the transformer blocks: faster steps after minutes of compiling")
+    compile: bool = _field(
+        False, "memory", "compile the transformer blocks: faster steps after minutes of compiling"
+    )
 
     resume_file: str = _field(
         "auto",
@@ -241,7 +315,10 @@ class RunConfig(BaseModel):
         above=0,
     )
     keep: int = _field(
-        2, "checkpoint", "newest checkpoints that are kept, of this run and those it continues from", low=1
+        2,
+        "checkpoint",
+        "newest checkpoints that are kept, of this run and those it continues from",
+        low=1,
     )
     disk_budget_gb: float | None = _field(
         None,
@@ -264,10 +341,14 @@ class RunConfig(BaseModel):
         "checkpoint",
         "Hub repository user/name that gets checkpoints and the exported model; needs HF_TOKEN. Empty: RESULT_MODEL_ID of the environment",
     )
-    hf_private: bool = _field(True, "checkpoint", "make hf_repo private where it does not exist yet")
+    hf_private: bool = _field(
+        True, "checkpoint", "make hf_repo private where it does not exist yet"
+    )
 
     tracker: str = _field(
-        "none", "tracking", "wandb, tensorboard, both with a comma between, or none, beside metrics.jsonl"
+        "none",
+        "tracking",
+        "wandb, tensorboard, both with a comma between, or none, beside metrics.jsonl",
     )
     histogram_every: int | None = _field(
         None,
@@ -277,9 +358,14 @@ class RunConfig(BaseModel):
     )
     log_artifacts: bool = _field(False, "tracking", "give W&B each checkpoint as an artifact")
     max_hours: float | None = _field(
-        None, "tracking", "stop in time to save before this many hours since launch; empty: no limit (hours)", above=0
+        None,
+        "tracking",
+        "stop in time to save before this many hours since launch; empty: no limit (hours)",
+        above=0,
     )
-    log_every: int = _field(1, "tracking", "steps between two lines of metrics.jsonl (steps)", low=1)
+    log_every: int = _field(
+        1, "tracking", "steps between two lines of metrics.jsonl (steps)", low=1
+    )
     eval_every: int | None = _field(
         None,
         "tracking",
@@ -304,7 +390,9 @@ class RunConfig(BaseModel):
     @classmethod
     def _resolve_learning_rate(cls, values: dict[str, Any]) -> dict[str, Any]:
         values = {
-            k: None if (v == "none" and k in _MAY_BE_NONE) or (k in _NO_LIMIT and v == float("inf")) else v
+            k: None
+            if (v == "none" and k in _MAY_BE_NONE) or (k in _NO_LIMIT and v == float("inf"))
+            else v
             for k, v in values.items()
         }
         if values.get("learning_rate") is None:
@@ -323,9 +411,13 @@ class RunConfig(BaseModel):
     @classmethod
     def _check_value(cls, value: Any) -> Any:
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-            raise ValueError("must not contain a NUL character or an unpaired surrogate (half a character)")
+            raise ValueError(
+                "must not contain a NUL character or an unpaired surrogate (half a character)"
+            )
         if isinstance(value, int) and value > _NO_END:
-            raise ValueError(f"input should be at most {_NO_END}, and is beyond all that is counted here")
+            raise ValueError(
+                f"input should be at most {_NO_END}, and is beyond all that is counted here"
+            )
         return value
 
     @model_validator(mode="after")
@@ -360,7 +452,10 @@ class RunConfig(BaseModel):
         self._check_tracking()
         if self.hf_repo and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.hf_repo):
             raise ValueError(f"hf_repo={self.hf_repo!r} is not of the form 'user/name'")
-        if self.schedule_end_idx is not None and not self.schedule_start_idx <= self.start_idx < self.schedule_end_idx:
+        if (
+            self.schedule_end_idx is not None
+            and not self.schedule_start_idx <= self.start_idx < self.schedule_end_idx
+        ):
             raise ValueError(
                 f"start_idx={self.start_idx} is outside the schedule's rows {self.schedule_start_idx}-{self.schedule_end_idx}; "
                 "widen schedule_start_idx and schedule_end_idx to the whole series of slices"
@@ -453,14 +548,18 @@ class RunConfig(BaseModel):
     def held_out(self) -> tuple[int, int] | None:
         "First row, and row after the last, of the slice of `dataset` itself that is evaluated on; `None` if other data is."
         here = (
-            self.eval_start_idx is not None and not self.eval_dataset and self.eval_split in (None, self.dataset_split)
+            self.eval_start_idx is not None
+            and not self.eval_dataset
+            and self.eval_split in (None, self.dataset_split)
         )
         return (self.eval_start_idx, self.eval_end_idx or _NO_END) if here else None
 
     @property
     def trackers(self) -> tuple[str, ...]:
         "The names in `tracker`."
-        return tuple(name for name in self.tracker.replace(" ", "").split(",") if name and name != "none")
+        return tuple(
+            name for name in self.tracker.replace(" ", "").split(",") if name and name != "none"
+        )
 
     @property
     def quantized(self) -> str | None:
@@ -496,7 +595,9 @@ class RunConfig(BaseModel):
         plain = type(self).model_construct()
         for name, value in super().__repr_args__():
             usual = (
-                (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR) if name == "learning_rate" else (getattr(plain, name),)
+                (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR)
+                if name == "learning_rate"
+                else (getattr(plain, name),)
             )
             if value not in usual:
                 yield name, value
@@ -511,7 +612,9 @@ class RunConfig(BaseModel):
         return cls(**{**PRESETS[name], **overrides})
 
     @classmethod
-    def from_namespace(cls, namespace: dict[str, Any], ignore: tuple[str, ...] = ("preset",)) -> RunConfig:
+    def from_namespace(
+        cls, namespace: dict[str, Any], ignore: tuple[str, ...] = ("preset",)
+    ) -> RunConfig:
         """The configuration that a notebook's parameters cell spells out: pass `globals()`.
 
         Every plain value (text, number, truth value, `None`) in `namespace` whose name has no leading underscore counts as a
@@ -519,7 +622,11 @@ class RunConfig(BaseModel):
         `namespace` is the starting point, and parameters that are `None` leave its value alone.
         """
         named = plain_values(namespace)
-        values = {k: v for k, v in named.items() if k not in ignore and not (k in cls.model_fields and v is None)}
+        values = {
+            k: v
+            for k, v in named.items()
+            if k not in ignore and not (k in cls.model_fields and v is None)
+        }
         return cls.preset(named["preset"], **values) if named.get("preset") else cls(**values)
 
     def replace(self, /, **changes: Any) -> RunConfig:
@@ -536,7 +643,9 @@ class RunConfig(BaseModel):
         """The row after the slice's last one, for a dataset of `num_rows` rows. Raises `DataError` for a slice that is empty, negative or beyond the data.
 
         The check waits until the length is known, so that one message can name both."""
-        first_held_out = self.held_out[0] if self.held_out and self.start_idx < self.held_out[0] else num_rows
+        first_held_out = (
+            self.held_out[0] if self.held_out and self.start_idx < self.held_out[0] else num_rows
+        )
         end = (
             self.end_idx
             if self.end_idx is not None
@@ -546,13 +655,19 @@ class RunConfig(BaseModel):
         if not num_rows:
             raise DataError(f"{self.dataset} has no rows.")
         if self.start_idx < 0 or end < 0:
-            raise DataError(f"{where}: start_idx and end_idx count rows from the front and cannot be negative.")
+            raise DataError(
+                f"{where}: start_idx and end_idx count rows from the front and cannot be negative."
+            )
         if self.start_idx >= num_rows:
-            raise DataError(f"{where}: start_idx is beyond the last row; the highest start_idx is {num_rows - 1:,}.")
+            raise DataError(
+                f"{where}: start_idx is beyond the last row; the highest start_idx is {num_rows - 1:,}."
+            )
         if self.end_idx is not None and self.start_idx >= self.end_idx:
             raise DataError(f"{where}: the slice is empty, start_idx must be below end_idx.")
         if end > num_rows:
-            raise DataError(f"{where}: end_idx is beyond the data; use end_idx={num_rows} or leave it empty.")
+            raise DataError(
+                f"{where}: end_idx is beyond the data; use end_idx={num_rows} or leave it empty."
+            )
         return end
 
 
@@ -561,7 +676,8 @@ def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
     named = {
         k: v
         for k, v in namespace.items()
-        if not k.startswith(("_", "PAPERMILL_")) and (v is None or isinstance(v, (str, int, float, bool)))
+        if not k.startswith(("_", "PAPERMILL_"))
+        and (v is None or isinstance(v, (str, int, float, bool)))
     }
     refuse_secrets(named)
     return named
@@ -581,7 +697,9 @@ def _explain(error: ValidationError) -> str:
         else:
             why = e["msg"].removeprefix("Value error, ")
             why = why[0].lower() + why[1:]
-            lines.append(f"{name}={e['input']!r}: {why} ({RunConfig.model_fields[name].description}).")
+            lines.append(
+                f"{name}={e['input']!r}: {why} ({RunConfig.model_fields[name].description})."
+            )
     return "\n".join(lines)
 
 # %% ../../nbs/run/04_config.ipynb #9f468b38

@@ -30,7 +30,9 @@ def platform() -> str:
     "`kaggle`, `colab` or `other`."
     if "KAGGLE_KERNEL_RUN_TYPE" in os.environ or KAGGLE_OUTPUTS.is_dir():
         return "kaggle"  # asked first: Kaggle's image is made from Colab's, with its variables and modules in it
-    return "colab" if "COLAB_RELEASE_TAG" in os.environ or "google.colab" in sys.modules else "other"
+    return (
+        "colab" if "COLAB_RELEASE_TAG" in os.environ or "google.colab" in sys.modules else "other"
+    )
 
 
 def default_run_root() -> str:
@@ -122,7 +124,10 @@ GPUS = tuple(
 def _is_called(known: str, wanted: str) -> bool:
     "Whether the words of the name `known` are in `wanted`, in their order."
     return bool(
-        re.search(r"(?<![a-z0-9])" + ".*".join(re.findall(r"[a-z0-9]+", known.lower())) + r"(?!\d)", wanted.lower())
+        re.search(
+            r"(?<![a-z0-9])" + ".*".join(re.findall(r"[a-z0-9]+", known.lower())) + r"(?!\d)",
+            wanted.lower(),
+        )
     )
 
 
@@ -139,7 +144,12 @@ def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
             )
         return GPU(f"{float(number[1]):g} GiB", float(number[1]) * 1024)
     found = next(
-        (gpu for gpu in sorted(GPUS, key=lambda gpu: -len(gpu.name)) if _is_called(gpu.name, str(wanted))), None
+        (
+            gpu
+            for gpu in sorted(GPUS, key=lambda gpu: -len(gpu.name))
+            if _is_called(gpu.name, str(wanted))
+        ),
+        None,
     )
     if found is None and memory_mib:
         return GPU(str(wanted), memory_mib)
@@ -193,7 +203,10 @@ def installed_gpus() -> list[Device]:
             raise RuntimeError(f"nvidia-smi says {line!r} where a GPU was expected")
         index, uuid, name, memory, used, driver, capability = words
         # some GPUs that are cut into parts say [N/A]
-        size, taken = (float(word) * 2**20 if word.replace(".", "").isdecimal() else 0.0 for word in (memory, used))
+        size, taken = (
+            float(word) * 2**20 if word.replace(".", "").isdecimal() else 0.0
+            for word in (memory, used)
+        )
         found.append(Device(int(index), uuid, name, size, taken, driver, capability))
     return found
 
@@ -207,7 +220,11 @@ def visible_among(devices: list[Device]) -> list[Device]:
         return devices[: len(words.split(","))]
     chosen: list[Device] = []
     for word in map(str.strip, words.split(",")):
-        found = [d for d in devices if str(d.index) == word or (word.startswith("GPU-") and d.uuid.startswith(word))]
+        found = [
+            d
+            for d in devices
+            if str(d.index) == word or (word.startswith("GPU-") and d.uuid.startswith(word))
+        ]
         if len(found) != 1:
             break
         if found[0] in chosen:

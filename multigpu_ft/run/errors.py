@@ -12,7 +12,9 @@ from collections.abc import Iterable
 # %% ../../nbs/run/01_errors.ipynb #74aa888d
 class _Refusal(ValueError):
     def __init__(self, message: str) -> None:
-        text = message.encode("utf-8", "backslashreplace").decode()  # a frontend cannot show half a character
+        text = message.encode(
+            "utf-8", "backslashreplace"
+        ).decode()  # a frontend cannot show half a character
         super().__init__(text if len(text) <= 1900 else f"{text[:1200]} [...] {text[-600:]}")
 
 

@@ -41,7 +41,12 @@ class RunFailed(RuntimeError):
         node_rank: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank, self.exitcode, self.traceback, self.node_rank = rank, exitcode, traceback, node_rank
+        self.rank, self.exitcode, self.traceback, self.node_rank = (
+            rank,
+            exitcode,
+            traceback,
+            node_rank,
+        )
 
 
 def failure_of(run_dir: RunDir, failure: dict[str, Any]) -> Exception:
@@ -68,5 +73,7 @@ def failure_of(run_dir: RunDir, failure: dict[str, Any]) -> Exception:
 def ending(code: int) -> str:
     "How a process ended, in words."
     return (
-        f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        if code < 0
+        else f"ended with exit code {code}"
     )

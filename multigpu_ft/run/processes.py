@@ -51,7 +51,11 @@ def processes_of(run_dir: RunDir) -> list[psutil.Process]:
     pids, found = run_dir.status().get("pids", {}), []
     for pid in [pids.get("agent"), *pids.get("ranks", [])]:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if pid and is_running(pid) and _is_of(process := psutil.Process(pid), run_dir.main.path):
+            if (
+                pid
+                and is_running(pid)
+                and _is_of(process := psutil.Process(pid), run_dir.main.path)
+            ):
                 found.append(process)
     return found
 
@@ -59,7 +63,9 @@ def processes_of(run_dir: RunDir) -> list[psutil.Process]:
 def _is_of(process: psutil.Process, run_path: Path) -> bool:
     "Whether the last word of its command line is `run_path`, seen from where it was started."
     words = process.cmdline()
-    return bool(words) and (Path(words[-1]) == run_path or Path(process.cwd(), words[-1]).resolve() == run_path)
+    return bool(words) and (
+        Path(words[-1]) == run_path or Path(process.cwd(), words[-1]).resolve() == run_path
+    )
 
 # %% ../../nbs/run/07_processes.ipynb #b86ae047
 AGENT_PID_VARIABLE = "MULTIGPU_FT_AGENT_PID"
@@ -190,7 +196,9 @@ def has_nothing_to_finish(node_dir: RunDir) -> bool:
     begun = status["state"] != "starting" and not any(node_dir.path.glob("errors/*.json"))
     first_rank = torchrun_number("RANK") - torchrun_number("LOCAL_RANK")
     pids = enumerate(status.get("pids", {}).get("ranks", []), first_rank)
-    return not (begun and all(is_running(pid) or has_left(node_dir.beat_file(rank)) for rank, pid in pids))
+    return not (
+        begun and all(is_running(pid) or has_left(node_dir.beat_file(rank)) for rank, pid in pids)
+    )
 
 # %% ../../nbs/run/07_processes.ipynb #264e05b2
 def is_alive(run_dir: RunDir, silence_s: float = 3600) -> bool:

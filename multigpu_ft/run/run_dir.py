@@ -163,7 +163,11 @@ class RunDir:
         "Keep `cfg`, under the name and the place that it has here."
         write_json(
             self.path / "config.json",
-            {**cfg.model_dump(), "run_root": str(self.main.path.parent), "run_name": self.main.name},
+            {
+                **cfg.model_dump(),
+                "run_root": str(self.main.path.parent),
+                "run_name": self.main.name,
+            },
         )
 
     @classmethod
@@ -182,7 +186,8 @@ class RunDir:
         )
 
     def _make_folders(
-        self, folders: tuple[str, ...] = ("logs", "errors", "beats", "checkpoints", "export", "report")
+        self,
+        folders: tuple[str, ...] = ("logs", "errors", "beats", "checkpoints", "export", "report"),
     ) -> None:
         for folder in folders:
             (self.path / folder).mkdir(parents=True, exist_ok=True)
@@ -210,7 +215,11 @@ class RunDir:
 
     @property
     def name(self) -> str:
-        return self.path.name if self.main.path == self.path else f"{self.main.name} ({self.path.name})"
+        return (
+            self.path.name
+            if self.main.path == self.path
+            else f"{self.main.name} ({self.path.name})"
+        )
 
     def plan(self) -> dict[str, Any]:
         "What `launch` found out about memory and decided, empty if it did not."
@@ -226,7 +235,9 @@ class RunDir:
         except FileNotFoundError:
             if self.main.path != self.path:
                 return self.main.config()
-            raise ConfigError(f"{self.path} is not a run directory: config.json is missing.") from None
+            raise ConfigError(
+                f"{self.path} is not a run directory: config.json is missing."
+            ) from None
 
     def status(self) -> dict[str, Any]:
         "What the run says of itself. Raises `ConfigError` if that is damaged."
@@ -234,7 +245,11 @@ class RunDir:
             found = read_json(self.path / "status.json")
         except FileNotFoundError:
             return {"state": "starting"}
-        wrong = [name for name, kinds in _KINDS.items() if name in found and not isinstance(found[name], kinds)]
+        wrong = [
+            name
+            for name, kinds in _KINDS.items()
+            if name in found and not isinstance(found[name], kinds)
+        ]
         if wrong or found.get("state") not in (*LIVE_STATES, *FINAL_STATES):
             name = wrong[0] if wrong else "state"
             raise ConfigError(
@@ -244,12 +259,16 @@ class RunDir:
 
     def update_status(self, **changes: Any) -> None:
         "Merge `changes` into status.json and refresh its heartbeat. One process at a time writes it: launcher, then rank 0, then agent."
-        write_json(self.path / "status.json", {**self.status(), **changes, "heartbeat": time.time()})
+        write_json(
+            self.path / "status.json", {**self.status(), **changes, "heartbeat": time.time()}
+        )
 
     def metrics(self) -> list[dict[str, Any]]:
         "The logged steps so far. A line still being written, or damaged, is left out."
         try:
-            return whole_records((self.path / "metrics.jsonl").read_bytes().splitlines(keepends=True))
+            return whole_records(
+                (self.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+            )
         except FileNotFoundError:
             return []
 
@@ -285,7 +304,10 @@ class RunDir:
 
     def checkpoints(self) -> list[Path]:
         "Its checkpoints, oldest first. They were complete once; `lineage.verify_checkpoint` tells whether one still is."
-        return sorted((p for p in self.path.glob("checkpoints/*/") if not p.name.endswith(PARTIAL)), key=saved_at)
+        return sorted(
+            (p for p in self.path.glob("checkpoints/*/") if not p.name.endswith(PARTIAL)),
+            key=saved_at,
+        )
 
 
 def commit_digest(commit: dict[str, Any]) -> str:
@@ -306,14 +328,20 @@ def read_commit(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{COMMIT_FILE}: its content was altered")
     if not _is_commit(body):  # the digest is right, so it was made by somebody else
         raise CheckpointError(f"{COMMIT_FILE} was not written by this package")
-    if strange := [name for name in body["files"] if Path(name).name != name or not name.isprintable()]:
-        raise CheckpointError(f"{COMMIT_FILE} lists {strange[0]!r}, which is not a file in its folder")
+    if strange := [
+        name for name in body["files"] if Path(name).name != name or not name.isprintable()
+    ]:
+        raise CheckpointError(
+            f"{COMMIT_FILE} lists {strange[0]!r}, which is not a file in its folder"
+        )
     return body
 
 
 def _is_commit(body: Any) -> bool:
     try:
-        files = [(about["bytes"], bytes.fromhex(about["sha256"])) for about in body["files"].values()]
+        files = [
+            (about["bytes"], bytes.fromhex(about["sha256"])) for about in body["files"].values()
+        ]
         right = math.isfinite(body["time"]) and isinstance(body["fingerprint"], dict)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return False
@@ -345,7 +373,11 @@ def clear_attempt(run_dir: RunDir) -> None:
         path.unlink()
     logs = list(run_dir.path.glob("logs/rank*.log"))
     if logs:
-        folder = run_dir.path / "logs" / f"before-retry-{len(list(run_dir.path.glob('logs/before-retry-*'))) + 1}"
+        folder = (
+            run_dir.path
+            / "logs"
+            / f"before-retry-{len(list(run_dir.path.glob('logs/before-retry-*'))) + 1}"
+        )
         folder.mkdir()
         for path in logs:
             path.rename(folder / path.name)
@@ -358,5 +390,10 @@ def begin_anew(run_dir: RunDir) -> None:
         for path in run_dir.path.glob("errors/*.json"):
             path.unlink()
         run_dir.update_status(
-            state="starting", launched=time.time(), message=None, failure=None, activity=None, interrupted=None
+            state="starting",
+            launched=time.time(),
+            message=None,
+            failure=None,
+            activity=None,
+            interrupted=None,
         )

@@ -16,13 +16,16 @@ from .errors import ConfigError
 
 # %% ../../nbs/run/03_secrets.ipynb #d0bd5457
 _SECRET_NAME = re.compile(
-    r"^(?!max_new_tokens$)(.*_)?(token|api_?key|access_key|secret|password|passwd|credentials?)s?(_|$)", re.I
+    r"^(?!max_new_tokens$)(.*_)?(token|api_?key|access_key|secret|password|passwd|credentials?)s?(_|$)",
+    re.I,
 )
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}"
     r"|wandb_v1_\w{16,}|eyJ[\w-]{8,999}\.eyJ[\w-]{8,}\.[\w-]+)"
 )
-_BARE_HEX_KEY = re.compile(r"^[0-9a-f]{40}$")  # a W&B key; a git commit looks the same, so revisions may
+_BARE_HEX_KEY = re.compile(
+    r"^[0-9a-f]{40}$"
+)  # a W&B key; a git commit looks the same, so revisions may
 _SECRET_REMEDY = (
     "secrets can't be parameters, because those are saved in config.json and in the notebook. Put it in the environment variable "
     "HF_TOKEN or WANDB_API_KEY, or in Kaggle's or Colab's secrets under that name, and revoke this one if it was shared"
@@ -37,12 +40,16 @@ def refuse_secrets(values: dict[str, Any]) -> None:
         if isinstance(value, str) and (
             _SECRET_VALUE.search(value) or (_BARE_HEX_KEY.match(value) and "revision" not in name)
         ):
-            raise ConfigError(f"the value of {name!r} has the shape of an access token; {_SECRET_REMEDY}.")
+            raise ConfigError(
+                f"the value of {name!r} has the shape of an access token; {_SECRET_REMEDY}."
+            )
 
 
 def hide_secrets(text: str) -> str:
     "`text`, perhaps another library's, without what has the shape of a token, and without the values of environment variables that are named like one."
-    values = [value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= 8]
+    values = [
+        value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= 8
+    ]
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "***")
     return _SECRET_VALUE.sub("***", text)
@@ -77,7 +84,9 @@ def secret(name: str) -> str | None:
 
 
 def _clean(found: str | None) -> str | None:
-    return (found or "").strip() or None  # many are pasted with a line's end, which no HTTP header may hold
+    return (
+        found or ""
+    ).strip() or None  # many are pasted with a line's end, which no HTTP header may hold
 
 
 def use_secrets() -> list[str]:

@@ -48,7 +48,9 @@ def histograms(strategy: Single) -> dict[str, Histogram]:
     """
     named = {name: p for name, p in strategy.unwrap_model().named_parameters() if p.requires_grad}
     state = strategy.state_parts()[0]
-    parts = {f"gradients/{name}": part_of(p.grad) for name, p in named.items() if p.grad is not None}
+    parts = {
+        f"gradients/{name}": part_of(p.grad) for name, p in named.items() if p.grad is not None
+    }
     parts |= {f"parameters/{name}": state.get(f"model/{name}") for name in named}
     # A tensor of which this rank holds no part is spread, too.
     spread = {name: part is None or part.spread for name, part in parts.items()}
@@ -57,7 +59,9 @@ def histograms(strategy: Single) -> dict[str, Histogram]:
         return {}
     device = strategy.world.device
     mine = {
-        name: part.values for name, part in parts.items() if part and part.values.numel() and (main or spread[name])
+        name: part.values
+        for name, part in parts.items()
+        if part and part.values.numel() and (main or spread[name])
     }
     # The lowest values are negated, so that one maximum finds both extremes.
     extremes = torch.full((len(parts), 2), -torch.inf, device=device)
@@ -74,16 +78,22 @@ def histograms(strategy: Single) -> dict[str, Histogram]:
             values = mine[name].to(device)  # ZeRO may have it in host memory
             counted[row, :_BINS] = _counts(values, edges[row])
             counted[row, _BINS] = values.sum(dtype=torch.float64)
-            counted[row, _BINS + 1] = torch.linalg.vector_norm(values.float(), dtype=torch.float64).square()
+            counted[row, _BINS + 1] = torch.linalg.vector_norm(
+                values.float(), dtype=torch.float64
+            ).square()
     if together:
         dist.all_reduce(counted)
     return _as_histograms(list(parts), edges.cpu().numpy(), counted.cpu().numpy()) if main else {}
 
 
-def _as_histograms(names: list[str], edges: np.ndarray, counted: np.ndarray) -> dict[str, Histogram]:
+def _as_histograms(
+    names: list[str], edges: np.ndarray, counted: np.ndarray
+) -> dict[str, Histogram]:
     "Return the histograms of `names` from rows of edges and rows of counts, sum and sum of squares."
     found = {}
     for name, bounds, row in zip(names, edges, counted, strict=True):
         if np.isfinite(bounds).all() and np.isfinite(row).all():
-            found[name] = Histogram(bounds, row[:_BINS].astype(np.int64), float(row[_BINS]), float(row[_BINS + 1]))
+            found[name] = Histogram(
+                bounds, row[:_BINS].astype(np.int64), float(row[_BINS]), float(row[_BINS + 1])
+            )
     return found

@@ -19,23 +19,41 @@ _GROUPS = ("model", "data", "training")
 _LENGTH = {"num_epochs", "initial_epoch", "max_steps"}
 # The fingerprint of the checkpoint covers model and dataset, the slice and the rows per step cover the five after them,
 # and evaluation changes no weights.
-_NOT_COUNTED = {"model", "dataset", "start_idx", "end_idx", "slice_size", "batch_size", "accum_steps"} | {
-    name for name in RunConfig.model_fields if name.startswith("eval_")
-}
+_NOT_COUNTED = {
+    "model",
+    "dataset",
+    "start_idx",
+    "end_idx",
+    "slice_size",
+    "batch_size",
+    "accum_steps",
+} | {name for name in RunConfig.model_fields if name.startswith("eval_")}
 
 
 def _experiment(cfg: RunConfig, slice: list[int], rows_a_step: int) -> dict[str, Any]:
     "Return the settings that two runs must share to compute the same from the same checkpoint."
-    grouped = {name for name, field in RunConfig.model_fields.items() if field.json_schema_extra["group"] in _GROUPS}
+    grouped = {
+        name
+        for name, field in RunConfig.model_fields.items()
+        if field.json_schema_extra["group"] in _GROUPS
+    }
     counted = grouped - _NOT_COUNTED
     if cfg.lr_scheduler == "constant":
         counted -= _LENGTH
-    return {**cfg.model_dump(include=counted | {"seed", "dtype"}), "slice": list(slice), "rows_a_step": rows_a_step}
+    return {
+        **cfg.model_dump(include=counted | {"seed", "dtype"}),
+        "slice": list(slice),
+        "rows_a_step": rows_a_step,
+    }
 
 
 def runs_of(line: str, *roots: Path) -> list[RunDir]:
     "Return the runs of `line` in the folders `roots`, in the order of their launch."
-    found = {path.parent: RunDir(path.parent) for root in roots for path in Path(root).resolve().glob("*/config.json")}
+    found = {
+        path.parent: RunDir(path.parent)
+        for root in roots
+        for path in Path(root).resolve().glob("*/config.json")
+    }
     return sorted(
         (run for run in found.values() if run.status().get("line") == line),
         key=lambda run: run.status().get("launched", 0),
@@ -43,7 +61,13 @@ def runs_of(line: str, *roots: Path) -> list[RunDir]:
 
 
 def choose_line(
-    run_dir: RunDir, cfg: RunConfig, checkpoint: Path | None, line: str, step: int, slice: list[int], rows_a_step: int
+    run_dir: RunDir,
+    cfg: RunConfig,
+    checkpoint: Path | None,
+    line: str,
+    step: int,
+    slice: list[int],
+    rows_a_step: int,
 ) -> tuple[str, str | None]:
     """Return the line of `run_dir`, and a remark if the run leaves `line`.
 
@@ -58,7 +82,10 @@ def choose_line(
     mine = _experiment(cfg, slice, rows_a_step)
     for other in runs_of(line, run_dir.path.parent, checkpoint.parents[2]):
         status = other.status()
-        if other.path == run_dir.path or max(status.get("step", 0), status.get("first_step", 0)) <= step:
+        if (
+            other.path == run_dir.path
+            or max(status.get("step", 0), status.get("first_step", 0)) <= step
+        ):
             continue
         theirs = _experiment(other.config(), status["slice"], status["rows_a_step"])
         differ = [name for name in mine if mine[name] != theirs.get(name)]
@@ -103,4 +130,7 @@ def _origin(run: RunDir, checkpoint: str | None) -> RunDir | None:
     if not checkpoint or len(Path(checkpoint).parents) < 2:
         return None
     path = Path(checkpoint).parents[1]
-    return next((RunDir(p) for p in (path, run.path.parent / path.name) if (p / "config.json").exists()), None)
+    return next(
+        (RunDir(p) for p in (path, run.path.parent / path.name) if (p / "config.json").exists()),
+        None,
+    )

@@ -42,7 +42,10 @@ class RunLog:
     def log(self, record: dict[str, Any]) -> None:
         "Append `record` to metrics.jsonl, as one line in one write. NaN and infinity become null: JSON lacks them."
         if self._is_main:
-            record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            record = {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v
+                for k, v in record.items()
+            }
             self._unwritten += json.dumps(record) + "\n"
             self._write()
             for text in self.hand_on(record):
@@ -92,7 +95,9 @@ class RunLog:
 class Stopwatch:
     "Measures the seconds that each phase has taken since the last reading."
 
-    def __init__(self, device: torch.device, on_phase: Callable[[str], None] = lambda phase: None) -> None:
+    def __init__(
+        self, device: torch.device, on_phase: Callable[[str], None] = lambda phase: None
+    ) -> None:
         self._cuda, self._on_phase = device.type == "cuda", on_phase
         self._marks: list[tuple[str, Any]] = []
 
@@ -113,7 +118,9 @@ class Stopwatch:
             self._marks[-1][1].synchronize()
         spent: dict[str, float] = {}
         for (phase, begun), (_, ended) in zip(self._marks, self._marks[1:], strict=False):
-            spent[phase] = spent.get(phase, 0.0) + (begun.elapsed_time(ended) / 1000 if self._cuda else ended - begun)
+            spent[phase] = spent.get(phase, 0.0) + (
+                begun.elapsed_time(ended) / 1000 if self._cuda else ended - begun
+            )
         self._marks.clear()
         return spent
 
@@ -131,11 +138,21 @@ def flops_per_token(model: nn.Module, mean_length: float) -> float:
     Each weight takes 2 forward and 2 backward, and 2 more if it is trained. Attention takes 12 for each block, hidden
     unit and earlier token. Embeddings are looked up, not multiplied, unless the head shares them.
     """
-    looked_up = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    looked_up = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters()
+    }
     head = model.get_output_embeddings()
     looked_up -= {id(p) for p in head.parameters()} if head else set()
-    multiplied = [(count, p.requires_grad) for p, count in count_weights(model) if id(p) not in looked_up]
-    blocks, hidden = getattr(model.config, "num_hidden_layers", 0), getattr(model.config, "hidden_size", 0)
+    multiplied = [
+        (count, p.requires_grad) for p, count in count_weights(model) if id(p) not in looked_up
+    ]
+    blocks, hidden = (
+        getattr(model.config, "num_hidden_layers", 0),
+        getattr(model.config, "hidden_size", 0),
+    )
     attention = 12 * blocks * hidden * mean_length / 2
     return sum(count * (6 if trained else 4) for count, trained in multiplied) + attention
 
@@ -179,7 +196,13 @@ class Interval:
             "step_s": round(seconds / self._steps, 4),
             **{f"{phase}_s": round(spent.get(phase, 0.0) / self._steps, 4) for phase in phases},
             "peak_memory_gib": [round(peak / 2**30, 3) for _, peak in ranks],
-            "mfu": round(flops_a_token * tokens_per_second / (best * strategy.world.size), 4) if best else None,
+            "mfu": round(flops_a_token * tokens_per_second / (best * strategy.world.size), 4)
+            if best
+            else None,
             "skipped_steps": int(strategy.skipped),
-            **({"loss_scale": strategy.loss_scale.value.item()} if strategy.loss_scale.enabled else {}),
+            **(
+                {"loss_scale": strategy.loss_scale.value.item()}
+                if strategy.loss_scale.enabled
+                else {}
+            ),
         }

@@ -27,7 +27,11 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     """
     flat = {}
     for name, value in record.items():
-        flat |= {f"{name}/rank{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+        flat |= (
+            {f"{name}/rank{i}": v for i, v in enumerate(value)}
+            if isinstance(value, list)
+            else {name: value}
+        )
     return {name: value for name, value in flat.items() if isinstance(value, (int, float))}
 
 
@@ -94,18 +98,31 @@ class TensorBoard:
     """
 
     def __init__(
-        self, folder: Path, step: int, settings: dict[str, Any], earlier: Callable[[], list[dict[str, Any]]]
+        self,
+        folder: Path,
+        step: int,
+        settings: dict[str, Any],
+        earlier: Callable[[], list[dict[str, Any]]],
     ) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary, self._histogram, self._record_writer = Event, Summary, HistogramProto, RecordWriter
+        self._event, self._summary, self._histogram, self._record_writer = (
+            Event,
+            Summary,
+            HistogramProto,
+            RecordWriter,
+        )
         there, has = _event_files(folder), _last_step(folder)
         newest = int(there[-1].name.split(".")[3]) if there else 0
-        moment = max(int(time.time()), newest + 1)  # TensorBoard reads files in the order of their names
-        self._path = folder / f"events.out.tfevents.{moment:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        moment = max(
+            int(time.time()), newest + 1
+        )  # TensorBoard reads files in the order of their names
+        self._path = (
+            folder / f"events.out.tfevents.{moment:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        )
         self._unwritten = b""
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if there:
@@ -130,7 +147,11 @@ class TensorBoard:
             if name not in ("step", "time")
         ]
         summary = self._summary(value=values)
-        self._write(self._event(wall_time=record.get("time", time.time()), step=record["step"], summary=summary))
+        self._write(
+            self._event(
+                wall_time=record.get("time", time.time()), step=record["step"], summary=summary
+            )
+        )
 
     def log_histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
         values = []
@@ -145,7 +166,9 @@ class TensorBoard:
                 bucket=h.counts,
             )
             values.append(self._summary.Value(tag=name, histo=proto))
-        self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._write(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        )
 
     def _write(self, event: Any) -> None:
         "Append `event` to the file. On a full disk it waits for the next event."

@@ -40,13 +40,18 @@ class Trackers:
     "W&B and TensorBoard, if the run uses them. Ranks other than the main one have neither."
 
     def __init__(
-        self, tensorboard: TensorBoard | None = None, wandb: Wandb | None = None, artifacts: bool = False
+        self,
+        tensorboard: TensorBoard | None = None,
+        wandb: Wandb | None = None,
+        artifacts: bool = False,
     ) -> None:
         self._tensorboard, self._wandb, self._artifacts = tensorboard, wandb, artifacts
         self._remarks: list[str] = []
 
     @classmethod
-    def open(cls, run_dir: RunDir, cfg: RunConfig, progress: Progress, checkpoint: Path | None) -> "Trackers":
+    def open(
+        cls, run_dir: RunDir, cfg: RunConfig, progress: Progress, checkpoint: Path | None
+    ) -> "Trackers":
         """Open the trackers that `cfg` names, for a run that continues from `checkpoint` at `progress`.
 
         Also chooses the run's line; the status must already name the checkpoint. Only for the main rank, which writes
@@ -54,12 +59,17 @@ class Trackers:
         """
         step = progress.step
         slice = [progress.start_idx, progress.end_idx]
-        line, remark = choose_line(run_dir, cfg, checkpoint, progress.line, step, slice, progress.order["rows_a_step"])
+        line, remark = choose_line(
+            run_dir, cfg, checkpoint, progress.line, step, slice, progress.order["rows_a_step"]
+        )
         progress.line = line
         with suppress(OSError):  # a full disk
             run_dir.update_status(line=line)
         settings = tracked_settings(run_dir)
-        roots = [run_dir.path.parent, *([checkpoint.parents[2]] if checkpoint and len(checkpoint.parents) > 2 else [])]
+        roots = [
+            run_dir.path.parent,
+            *([checkpoint.parents[2]] if checkpoint and len(checkpoint.parents) > 2 else []),
+        ]
 
         def earlier() -> list[dict[str, Any]]:
             return earlier_metrics(run_dir, step)

@@ -35,7 +35,10 @@ _FACTS = "strategy dtype packing world_size device slice texts rows_a_step total
 def tracked_settings(run_dir: RunDir) -> dict[str, Any]:
     "Return the settings of a run and, under names with `decided_`, the facts from its status."
     status = run_dir.status()
-    return {**run_dir.config().model_dump(), **{f"decided_{name}": status.get(name) for name in _FACTS}}
+    return {
+        **run_dir.config().model_dump(),
+        **{f"decided_{name}": status.get(name) for name in _FACTS},
+    }
 
 # %% ../../nbs/tracking/05_wandb.ipynb #363b391b
 _BLOCK = 32768  # block size of W&B's log format
@@ -66,7 +69,9 @@ def logged_steps(path: Path) -> list[int]:
     found = []
     for r in _wandb_records(path):
         if r.HasField("history"):
-            items = [i for i in r.history.item if i.key == "_step" or list(i.nested_key) == ["_step"]]
+            items = [
+                i for i in r.history.item if i.key == "_step" or list(i.nested_key) == ["_step"]
+            ]
             found += [int(item.value_json) for item in items]
     return found
 
@@ -100,7 +105,9 @@ def _answers(url: str, seconds: float) -> bool:
         except (OSError, ValueError):
             pass
 
-    threading.Thread(target=ask, name="wandb-probe", daemon=True).start()  # name resolution has no timeout
+    threading.Thread(
+        target=ask, name="wandb-probe", daemon=True
+    ).start()  # name resolution has no timeout
     return answered.wait(seconds)
 
 
@@ -118,7 +125,10 @@ def _why_offline(settings: Any, probe_s: float) -> str | None:
 
 def _in_netrc(host: str) -> bool:
     with suppress(OSError, netrc.NetrcParseError):
-        return netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host) is not None
+        return (
+            netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host)
+            is not None
+        )
     return False
 
 # %% ../../nbs/tracking/05_wandb.ipynb #59ffc544
@@ -162,7 +172,11 @@ def _init(run_dir: RunDir, line: str, config: dict[str, Any], mode: str, **setti
     "Start the W&B run of a line."
     import wandb
 
-    wanted = {**_PRIVATE, "stop_fn": run_dir.request_stop, **settings}  # for the stop button on W&B's page
+    wanted = {
+        **_PRIVATE,
+        "stop_fn": run_dir.request_stop,
+        **settings,
+    }  # for the stop button on W&B's page
     known = {name: value for name, value in wanted.items() if name in wandb.Settings.model_fields}
     cfg = run_dir.config()
     return wandb.init(
@@ -187,7 +201,11 @@ def _end_service() -> None:
 
 
 def _log(run: Any, record: dict[str, Any]) -> None:
-    run.log({**scalars(record), "_timestamp": record.get("time", time.time())}, step=record["step"], commit=True)
+    run.log(
+        {**scalars(record), "_timestamp": record.get("time", time.time())},
+        step=record["step"],
+        commit=True,
+    )
 
 
 def shortened(error: BaseException) -> str:
@@ -222,7 +240,9 @@ class Wandb:
         self._roots = roots
         self._todo: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._exit_code = 0
-        self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()  # remarks of the thread, for the user
+        self.remarks: queue.SimpleQueue[str] = (
+            queue.SimpleQueue()
+        )  # remarks of the thread, for the user
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
@@ -234,8 +254,13 @@ class Wandb:
             import wandb
 
             if step > self._has:
-                values = {name: wandb.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()}
-                run.log(values, step=step, commit=False)  # the numbers of the step follow and complete it
+                values = {
+                    name: wandb.Histogram(np_histogram=(h.counts, h.edges))
+                    for name, h in histograms.items()
+                }
+                run.log(
+                    values, step=step, commit=False
+                )  # the numbers of the step follow and complete it
 
         self._later(log)
 
@@ -250,11 +275,15 @@ class Wandb:
                 return
             metadata = {"step": step, "files": files}
             try:
-                artifact = wandb.Artifact(f"checkpoints-{self._line}", type="model", metadata=metadata)
+                artifact = wandb.Artifact(
+                    f"checkpoints-{self._line}", type="model", metadata=metadata
+                )
                 artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
                 run.log_artifact(artifact, aliases=["latest", path.name])
             except Exception as error:  # logging continues without the artifact
-                self.remarks.put(f"checkpoint {path.name} was not logged as a W&B artifact: {shortened(error)}")
+                self.remarks.put(
+                    f"checkpoint {path.name} was not logged as a W&B artifact: {shortened(error)}"
+                )
 
         self._later(log)
 
@@ -282,7 +311,9 @@ class Wandb:
             run.finish(exit_code=self._exit_code)
             _end_service()
         except BaseException as error:  # no error of W&B may end training
-            self.remarks.put(f"W&B is off for the rest of this run ({shortened(error)}); {self._remedy}")
+            self.remarks.put(
+                f"W&B is off for the rest of this run ({shortened(error)}); {self._remedy}"
+            )
 
     def _start(self) -> Any:
         wandb = _import_wandb()
@@ -308,7 +339,9 @@ class Wandb:
                 _log(run, record)
         self._has = max(self._has, has)
         if not reason:
-            _mark_synced([path for run in runs_of(self._line, *self._roots) for path in _wandb_files(run)])
+            _mark_synced(
+                [path for run in runs_of(self._line, *self._roots) for path in _wandb_files(run)]
+            )
         return run
 
 # %% ../../nbs/tracking/05_wandb.ipynb #43e9ae78
@@ -332,9 +365,16 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
     records = earlier_metrics(run_dir, max((m["step"] for m in run_dir.metrics()), default=0))
     launched = status.get("launched", 0)
     earlier = [
-        run for run in runs_of(status["line"], run_dir.path.parent) if run.status().get("launched", 0) <= launched
+        run
+        for run in runs_of(status["line"], run_dir.path.parent)
+        if run.status().get("launched", 0) <= launched
     ]
-    files = {path: logged_steps(path) for run in earlier for path in _wandb_files(run) if not _is_synced(path)}
+    files = {
+        path: logged_steps(path)
+        for run in earlier
+        for path in _wandb_files(run)
+        if not _is_synced(path)
+    }
     waiting: list[Path] = []
     taken: list[Path] = []
 
@@ -354,7 +394,12 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
         for path in waiting:
             command = [sys.executable, "-m", "wandb", "sync", str(path.parent)]
             done = subprocess.run(
-                command, cwd=run_dir.path, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+                command,
+                cwd=run_dir.path,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
             )
             said = done.stderr.strip()
             taken.append(path)

@@ -12,17 +12,26 @@ import os
 import signal
 import sys
 
-from ..run.processes import StopSignal, end_with_agent, has_nothing_to_finish, torchrun_number
+from multigpu_ft.run.processes import (
+    StopSignal,
+    end_with_agent,
+    has_nothing_to_finish,
+    torchrun_number,
+)
 from ..run.run_dir import RunDir
 
 # %% ../../nbs/training/06_main.ipynb #15e83b3f
 #| eval: false
 end_with_agent()
 gc.disable()
-faulthandler.register(signal.SIGUSR1, all_threads=True)  # the agent asks a hanging rank for its stack
+faulthandler.register(
+    signal.SIGUSR1, all_threads=True
+)  # the agent asks a hanging rank for its stack
 os.dup2(1, 2)  # one log a rank, with warnings and tracebacks where they happened
 _run_dir = RunDir(sys.argv[1])
-_stop = StopSignal(hopeless=lambda: has_nothing_to_finish(_run_dir.of_node(torchrun_number("GROUP_RANK"))))
+_stop = StopSignal(
+    hopeless=lambda: has_nothing_to_finish(_run_dir.of_node(torchrun_number("GROUP_RANK")))
+)
 
 # %% ../../nbs/training/06_main.ipynb #b3e5fb77
 #| eval: false

@@ -52,7 +52,11 @@ _TRAINING_BYTES = {
 
 
 def make_strategy(
-    cfg: RunConfig, world: World, trainable: int, frozen_bytes: float = 0, quantization: str = "none"
+    cfg: RunConfig,
+    world: World,
+    trainable: int,
+    frozen_bytes: float = 0,
+    quantization: str = "none",
 ) -> tuple[Single, str]:
     """The strategy `cfg` names, or the one `auto` chooses for so many `trainable` parameters beside frozen ones, and the reason in words.
 
@@ -107,16 +111,27 @@ def self_check(
         collate([[longer, shorter]], pad_id, "packed"),
         collate([[longer], [shorter]], pad_id, "bucketed"),
     )
-    alone = torch.cat([losses_of(collate([[text]], pad_id, "padded"), False) for text in (longer, shorter)])
+    alone = torch.cat(
+        [losses_of(collate([[text]], pad_id, "padded"), False) for text in (longer, shorter)]
+    )
     bucketed = losses_of(side_by_side, False)
-    differences = {"chunked": losses_of(side_by_side, True) - bucketed, "bucketed": bucketed - alone}
+    differences = {
+        "chunked": losses_of(side_by_side, True) - bucketed,
+        "bucketed": bucketed - alone,
+    }
     if masks:
         differences["packed"] = losses_of(together, False) - alone
     tolerance = 1e-4  # nats
     if dtype != torch.float32:
-        mixed = {name: array for name, array in together.items() if name not in ("position_ids", "documents")}
+        mixed = {
+            name: array
+            for name, array in together.items()
+            if name not in ("position_ids", "documents")
+        }
         tolerance = max(8 * torch.finfo(dtype).eps, _rms(losses_of(mixed, False) - alone) / 4)
-    return {"packed": False} | {way: _rms(difference) <= tolerance for way, difference in differences.items()}
+    return {"packed": False} | {
+        way: _rms(difference) <= tolerance for way, difference in differences.items()
+    }
 
 
 def _rms(values: torch.Tensor) -> float:
@@ -134,7 +149,9 @@ def choose_packing(
     wanted = cfg.packing
     if cfg.task == "classification":
         return (
-            ("bucketed", "as configured") if wanted == "bucketed" else ("padded", "a label belongs to a row of its own")
+            ("bucketed", "as configured")
+            if wanted == "bucketed"
+            else ("padded", "a label belongs to a row of its own")
         )
     if wanted == "auto" and exact["packed"] and exact["bucketed"]:
         config = model.config
@@ -142,7 +159,9 @@ def choose_packing(
         # of shards and of packed weights a parameter shows fewer, and the choice must not depend on the strategy
         weights = sum(
             count
-            for (name, _), (_, count) in zip(model.named_parameters(), count_weights(model), strict=True)
+            for (name, _), (_, count) in zip(
+                model.named_parameters(), count_weights(model), strict=True
+            )
             if "embed" not in name
         )
         cost = {}
@@ -171,7 +190,9 @@ class Prepared:
 
     strategy: Single
     quantization: str
-    trained: list[dict[str, Any]]  # the ledger of a `.pt` file; our own checkpoints keep theirs in progress.json
+    trained: list[
+        dict[str, Any]
+    ]  # the ledger of a `.pt` file; our own checkpoints keep theirs in progress.json
     about: dict[str, Any]  # the decisions, for status.json
 
 
@@ -203,7 +224,9 @@ def load_base(
     return model, streamed
 
 
-def with_loss(cfg: RunConfig, model: nn.Module, label_names: list[str] | None, kind: str | None = None) -> nn.Module:
+def with_loss(
+    cfg: RunConfig, model: nn.Module, label_names: list[str] | None, kind: str | None = None
+) -> nn.Module:
     """Return `model`, as `load_base` returns it, with its adapter and its loss.
 
     Pass the `kind` of device if it isn't the one that the inputs are on. Raises `ModelError` for target modules that
@@ -227,7 +250,9 @@ def put_under(cfg: RunConfig, strategy: Single, loss_model: nn.Module, streamed:
     base = without_adapter(loss_model.model)
     strategy.prepare(loss_model, lambda prepared: make_optimizer(cfg, prepared), streamed)
     free = -strategy.world.max(-strategy.free_memory())
-    every = checkpoint_every(cfg.activation_checkpointing, base, cfg.batch_size * cfg.max_length, strategy.dtype, free)
+    every = checkpoint_every(
+        cfg.activation_checkpointing, base, cfg.batch_size * cfg.max_length, strategy.dtype, free
+    )
     checkpoint_activations(base, every)
     return every
 
@@ -240,7 +265,9 @@ def _as_planned(cfg: RunConfig, plan: dict[str, Any], world: World) -> tuple[Run
     if abs(memory / plan["memory_mib"] - 1) > 0.05:
         return cfg, None
     reason = plan["line"] if cfg.strategy == "auto" else None
-    decided = {name: value for name, value in plan["decided"].items() if getattr(cfg, name) == "auto"}
+    decided = {
+        name: value for name, value in plan["decided"].items() if getattr(cfg, name) == "auto"
+    }
     return cfg.replace(**decided), reason
 
 
@@ -265,9 +292,15 @@ def prepare_model(
     dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, world.device)
     shell = load_shell(cfg, tokenizer, label_names)
     trainable, total = count_parameters(shell if cfg.tuning == "full" else add_adapter(cfg, shell))
-    strategy, why = make_strategy(cfg, world, trainable, frozen_bytes(shell, dtype, quantization), quantization)
-    model, streamed = load_base(cfg, world, tokenizer, label_names, dtype, quantization, strategy.name == "fsdp")
-    trained = take_foreign(checkpoint, model, cfg, world) if checkpoint and is_foreign(checkpoint) else []
+    strategy, why = make_strategy(
+        cfg, world, trainable, frozen_bytes(shell, dtype, quantization), quantization
+    )
+    model, streamed = load_base(
+        cfg, world, tokenizer, label_names, dtype, quantization, strategy.name == "fsdp"
+    )
+    trained = (
+        take_foreign(checkpoint, model, cfg, world) if checkpoint and is_foreign(checkpoint) else []
+    )
     if cfg.tuning != "full":
         share = f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%})"
         remark(f"{share}; quantization {quantization}: {quantization_reason}")

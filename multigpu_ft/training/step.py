@@ -84,9 +84,15 @@ def learning_rate(
         done = (step - warm_up) / max(1, total_steps - warm_up)
     else:
         rows = cfg.schedule_end_idx - cfg.schedule_start_idx
-        done = (cfg.start_idx - cfg.schedule_start_idx + (end_idx - cfg.start_idx) * step / max(1, total_steps)) / rows
+        done = (
+            cfg.start_idx
+            - cfg.schedule_start_idx
+            + (end_idx - cfg.start_idx) * step / max(1, total_steps)
+        ) / rows
     done = min(1.0, done)
-    factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[cfg.lr_scheduler]
+    factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
+        cfg.lr_scheduler
+    ]
     return cfg.learning_rate * factor
 
 # %% ../../nbs/training/01_step.ipynb #4969ee58
@@ -112,7 +118,9 @@ def train_step(
         batch = to_device(micro_batch, strategy.world.device)
         watch.begin("forward_backward")
         with strategy.accumulate(last=number == len(step.micro_batches)):
-            loss, token_losses, *_ = strategy.forward(**batch, scale=strategy.loss_scale.value * weight)
+            loss, token_losses, *_ = strategy.forward(
+                **batch, scale=strategy.loss_scale.value * weight
+            )
             strategy.backward(loss)
         total += token_losses.sum(dtype=torch.float64)
     watch.begin("optimizer")

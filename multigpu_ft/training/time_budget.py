@@ -34,7 +34,9 @@ class TimeBudget:
         self._cfg = cfg
         now = time.time()
         limits = [cfg.max_hours * 3600] if cfg.max_hours else []
-        self._allowed = min([*limits, session_end - launched] if session_end else limits, default=None)
+        self._allowed = min(
+            [*limits, session_end - launched] if session_end else limits, default=None
+        )
         self._copied = copied
         by_hours = limits and self._allowed == limits[0]
         self._limit = f"max_hours={cfg.max_hours:g}" if by_hours else "the end of the session"
@@ -66,7 +68,10 @@ class TimeBudget:
         self._saves += 1
 
     def save_is_due(self) -> bool:
-        return self._cfg.save_minutes is not None and time.monotonic() - self._last_save >= 60 * self._cfg.save_minutes
+        return (
+            self._cfg.save_minutes is not None
+            and time.monotonic() - self._last_save >= 60 * self._cfg.save_minutes
+        )
 
     def _left(self) -> float:
         "Return the seconds until training has to stop."

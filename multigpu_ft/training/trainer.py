@@ -24,7 +24,12 @@ from ..checkpoints.discovery import find_checkpoints, is_foreign
 from ..checkpoints.export import export_model
 from ..checkpoints.manifest import contents, fingerprint, read_progress
 from ..checkpoints.progress import Progress, ledger_remarks, next_progress
-from ..checkpoints.resume import choose_checkpoint, load_checkpoint, refuse_other_texts, seed_everything
+from multigpu_ft.checkpoints.resume import (
+    choose_checkpoint,
+    load_checkpoint,
+    refuse_other_texts,
+    seed_everything,
+)
 from ..checkpoints.storage import Storage
 from ..checkpoints.writer import CheckpointWriter, Save, checkpoint_bytes, room_for
 from ..data.batches import Epoch, SampleOrder, Step, epoch_steps
@@ -38,7 +43,15 @@ from ..hub.upload import Uploader
 from ..models.loading import PLAIN_CHAT, load_tokenizer, order_labels
 from ..run.config import RunConfig
 from ..run.environment import outputs_folder
-from ..run.processes import IDLE, LEFT, Heartbeat, StopSignal, leave, torchrun_number, write_error
+from multigpu_ft.run.processes import (
+    IDLE,
+    LEFT,
+    Heartbeat,
+    StopSignal,
+    leave,
+    torchrun_number,
+    write_error,
+)
 from ..run.run_dir import RunDir, begin_anew, saved_at
 from ..run.secrets import hide_secrets, use_secrets
 from ..tracking.histograms import histograms
@@ -51,19 +64,31 @@ from .validation import Evaluations, step_loss
 
 # %% ../../nbs/training/05_trainer.ipynb #fd1e28bb
 _FEW_STEPS = 10  # fewer are hardly what somebody wants who did not ask for them
-_NON_FINITE_IN_A_ROW = 25  # an fp16 scale of 65,536 halved 25 times is far below 1; more cannot help
+_NON_FINITE_IN_A_ROW = (
+    25  # an fp16 scale of 65,536 halved 25 times is far below 1; more cannot help
+)
 
 
 def _has_dropout(cfg: RunConfig, model: nn.Module) -> bool:
-    settings = {**model.config.to_dict(), "lora_dropout": 0.0 if cfg.tuning == "full" else cfg.lora_dropout}
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings.items())
+    settings = {
+        **model.config.to_dict(),
+        "lora_dropout": 0.0 if cfg.tuning == "full" else cfg.lora_dropout,
+    }
+    return any(
+        "drop" in name and isinstance(value, float) and value > 0
+        for name, value in settings.items()
+    )
 
 
 class Training:
     "One rank's part of a run: what it holds, and the loop over epochs and steps."
 
     def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
-        self.run_dir, self.node_dir, self.stop = run_dir, run_dir.of_node(torchrun_number("GROUP_RANK")), stop
+        self.run_dir, self.node_dir, self.stop = (
+            run_dir,
+            run_dir.of_node(torchrun_number("GROUP_RANK")),
+            stop,
+        )
         self.cfg = self.node_dir.config()
         use_secrets()
         check_trackers(self.cfg)
@@ -77,24 +102,40 @@ class Training:
         self.texts: TokenizedTexts = tokenize(self.cfg, self.slice, self.tokenizer)
         evaluation = evaluation_config(self.cfg)
         eval_texts = (
-            tokenize(evaluation, load_texts(evaluation, self.label_names), self.tokenizer) if evaluation else None
+            tokenize(evaluation, load_texts(evaluation, self.label_names), self.tokenizer)
+            if evaluation
+            else None
         )
         self.world: World = join_world(self.cfg)
         self.beat = Heartbeat(self.node_dir.beat_file(self.world.rank))
         self.beat(IDLE)
         if self.world.local_rank == 0:
-            begin_anew(self.node_dir)  # as a cluster does that starts it again; under the agent it is one already
+            begin_anew(
+                self.node_dir
+            )  # as a cluster does that starts it again; under the agent it is one already
         first = self.world.rank - self.world.local_rank
-        pids = [int(pid) for (pid,) in self.world.gather(os.getpid())[first : first + self.world.local_size]]
+        pids = [
+            int(pid)
+            for (pid,) in self.world.gather(os.getpid())[first : first + self.world.local_size]
+        ]
         self.tracker = RunLog(self.node_dir, self.world.local_rank == 0)
-        self.tracker.status(pids={**self.node_dir.status().get("pids", {}), "ranks": pids}, host=socket.gethostname())
+        self.tracker.status(
+            pids={**self.node_dir.status().get("pids", {}), "ranks": pids},
+            host=socket.gethostname(),
+        )
 
         self.cfg = bring(self.cfg, run_dir, self.world, self.tracker.status, self.tracker.remark)
-        stored = {**fingerprint(self.cfg), "tokenizer": tokenizer_digest(self.tokenizer), "labels": self.label_names}
+        stored = {
+            **fingerprint(self.cfg),
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "labels": self.label_names,
+        }
         refuse_other_texts(self.world, texts=self.texts.digest, tokenizer=stored["tokenizer"])
         self.disks = Storage(run_dir, self.world)
         # started again, it goes on where it was, whatever it began with
-        checkpoint, again, remarks = choose_checkpoint(self.cfg, run_dir, self.world, stored, self.disks)
+        checkpoint, again, remarks = choose_checkpoint(
+            self.cfg, run_dir, self.world, stored, self.disks
+        )
         if again and self.cfg.resume_scope == "weights":
             self.cfg = self.cfg.replace(resume_scope="all")
         if self.cfg.task == "chat" and self.tokenizer.chat_template == PLAIN_CHAT:
@@ -110,21 +151,31 @@ class Training:
             self.tracker.remark,
             self.world.from_main(run_dir.plan()),
         )
-        self.strategy, self.quantization, about = prepared.strategy, prepared.quantization, prepared.about
+        self.strategy, self.quantization, about = (
+            prepared.strategy,
+            prepared.quantization,
+            prepared.about,
+        )
         self.watch = Stopwatch(self.world.device, self.beat)
         if self.world.size > 1:
-            self.strategy.unwrap_model().get_input_embeddings().register_forward_hook(self._await_last_gradient)
+            self.strategy.unwrap_model().get_input_embeddings().register_forward_hook(
+                self._await_last_gradient
+            )
         saved = self._resume(checkpoint)
         self.disks.let_go(checkpoint)
         begun = (
             saved.order["packing"]
-            if saved and saved.is_of(self.cfg, self.slice.end_idx) and self.cfg.resume_scope == "all"
+            if saved
+            and saved.is_of(self.cfg, self.slice.end_idx)
+            and self.cfg.resume_scope == "all"
             else None
         )
         packing, about["packing_reason"], about["chunked_loss"] = settle_packing(
             self.cfg, self.strategy, self.texts, begun
         )
-        order = SampleOrder.of(self.cfg, packing, len(self.texts), self.world.size, self.texts.digest)
+        order = SampleOrder.of(
+            self.cfg, packing, len(self.texts), self.world.size, self.texts.digest
+        )
         self.progress = Progress(
             self.slice.start_idx,
             self.slice.end_idx,
@@ -139,7 +190,11 @@ class Training:
         for remark in [
             *access,
             *remarks,
-            *ledger_remarks(saved.trained() if saved else prepared.trained, self.slice.start_idx, self.slice.end_idx),
+            *ledger_remarks(
+                saved.trained() if saved else prepared.trained,
+                self.slice.start_idx,
+                self.slice.end_idx,
+            ),
         ]:
             self.tracker.remark(remark)
         if self.order.rows_a_step != order.rows_a_step:
@@ -149,7 +204,9 @@ class Training:
             )
         self.last_epoch = self.cfg.initial_epoch + self.cfg.num_epochs - 1
         self.room = room_for(self.cfg, run_dir, self.strategy, checkpoint, self.disks.keeps)
-        if self.room == 1 and (self.last_epoch > self.progress.epoch or self.cfg.save_every or self.cfg.save_minutes):
+        if self.room == 1 and (
+            self.last_epoch > self.progress.epoch or self.cfg.save_every or self.cfg.save_minutes
+        ):
             self.tracker.remark(
                 "the disk has room for one checkpoint, so only the last one is written, at the end or when the run is stopped"
             )
@@ -169,7 +226,9 @@ class Training:
         )
         self.uploader = Uploader(run_dir) if self.cfg.hf_repo and self.world.is_main else None
         self.earlier_steps = (
-            self.progress.optimizer_step - self.progress.slice_step if self.progress.optimizer_step else 0
+            self.progress.optimizer_step - self.progress.slice_step
+            if self.progress.optimizer_step
+            else 0
         )
         self.total_steps = self._count_steps()
         began, save_bytes = run_dir.status(), checkpoint_bytes(self.cfg, self.strategy)
@@ -183,13 +242,17 @@ class Training:
         self.saving_step = self.progress.step  # the step of the newest save
         self.save_error: Exception | None = None
         self.first_step: Step | None = None
-        self._flops_per_token = flops_per_token(self.strategy.unwrap_model(), float(self.texts.lengths.mean()))
+        self._flops_per_token = flops_per_token(
+            self.strategy.unwrap_model(), float(self.texts.lengths.mean())
+        )
         origin = (
             {}
             if again
             else {
                 "resumed_from": str(checkpoint) if checkpoint else None,
-                "resumed_saved_at": saved_at(checkpoint) if checkpoint and checkpoint.is_dir() else None,
+                "resumed_saved_at": saved_at(checkpoint)
+                if checkpoint and checkpoint.is_dir()
+                else None,
                 "first_step": self.progress.step + 1,
             }
         )
@@ -217,7 +280,9 @@ class Training:
             epoch=self.progress.epoch,
         )
         self.trackers = (
-            Trackers.open(run_dir, self.cfg, self.progress, checkpoint) if self.world.is_main else Trackers()
+            Trackers.open(run_dir, self.cfg, self.progress, checkpoint)
+            if self.world.is_main
+            else Trackers()
         )
         self.tracker.hand_on = self.trackers.log
 
@@ -229,8 +294,14 @@ class Training:
     def _resume(self, checkpoint: Path | None) -> Progress | None:
         "Take up the state of `checkpoint`. Random numbers of another number of ranks cannot be taken up; new ones are begun then."
         known = bool(checkpoint) and not is_foreign(checkpoint)
-        seed_everything(self.cfg.seed, read_progress(checkpoint)["step"] if known else 0, self.world.rank)
-        return load_checkpoint(checkpoint, self.strategy, self.cfg.resume_scope, verify=False) if known else None
+        seed_everything(
+            self.cfg.seed, read_progress(checkpoint)["step"] if known else 0, self.world.rank
+        )
+        return (
+            load_checkpoint(checkpoint, self.strategy, self.cfg.resume_scope, verify=False)
+            if known
+            else None
+        )
 
     def _await_last_gradient(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         "The last gradient but the embedding's own is there: from here to the end of the backward pass a rank mostly waits for others."
@@ -241,11 +312,17 @@ class Training:
         "Optimizer steps on this slice from its beginning to the end of the plan."
         limit = math.inf
         if self.cfg.max_steps:  # those this run made before it was started again are among them
-            first = self.world.from_main(self.run_dir.status().get("first_step", self.progress.step + 1))
+            first = self.world.from_main(
+                self.run_dir.status().get("first_step", self.progress.step + 1)
+            )
             limit = self.cfg.max_steps - (self.progress.step + 1 - first)
         count, epoch, position = 0, self.progress.epoch, self.progress.position
         while epoch <= self.last_epoch and count < limit:
-            count, epoch, position = count + len(Epoch(self.texts, self.order, epoch).steps(position)), epoch + 1, 0
+            count, epoch, position = (
+                count + len(Epoch(self.texts, self.order, epoch).steps(position)),
+                epoch + 1,
+                0,
+            )
         return self.progress.slice_step + int(min(count, limit))
 
     def run(self) -> dict[str, Any]:
@@ -262,7 +339,11 @@ class Training:
             outcome |= self.evaluations.take_best()
             if self.first_step:
                 outcome["loss_after"] = step_loss(self.strategy, self.first_step)
-                if self.total_steps < _FEW_STEPS and not self.cfg.max_steps and self.order.packing != "padded":
+                if (
+                    self.total_steps < _FEW_STEPS
+                    and not self.cfg.max_steps
+                    and self.order.packing != "padded"
+                ):
                     outcome["message"] = (
                         f"the slice made only {self.total_steps} optimizer steps, since each takes up to {self.order.rows_a_step} rows of "
                         f"{self.cfg.max_length} tokens: for more steps lower batch_size, accum_steps or max_length, or use packing='padded'"
@@ -335,18 +416,28 @@ class Training:
         interval, said = Interval(self.strategy), {}
         self.watch.read()
         self.watch.begin("data")
-        for step in epoch_steps(self.texts, self.order, cfg, progress.epoch, progress.position, world.rank, world.size):
+        for step in epoch_steps(
+            self.texts, self.order, cfg, progress.epoch, progress.position, world.rank, world.size
+        ):
             if not self.first_step:
                 self.first_step = step
                 if self.evaluations.wanted:
                     self.beat(IDLE)
                     self.tracker.status(eval_before=self.evaluations.measure())
                 # with dropout, a training loss is higher than the one that `loss_after` will be
-                before = step_loss(self.strategy, step) if _has_dropout(cfg, self.strategy.unwrap_model()) else None
+                before = (
+                    step_loss(self.strategy, step)
+                    if _has_dropout(cfg, self.strategy.unwrap_model())
+                    else None
+                )
                 interval = Interval(self.strategy)
             self.beat.step = progress.step + 1
-            rate = learning_rate(cfg, progress.slice_step, self.total_steps, progress.end_idx, self.earlier_steps)
-            loss, norm = train_step(self.strategy, step, rate, cfg.max_grad_norm, self.watch, self._histograms)
+            rate = learning_rate(
+                cfg, progress.slice_step, self.total_steps, progress.end_idx, self.earlier_steps
+            )
+            loss, norm = train_step(
+                self.strategy, step, rate, cfg.max_grad_norm, self.watch, self._histograms
+            )
             interval.add(step, loss)
             progress.position, progress.num_rows, progress.samples_seen = (
                 step.position,
@@ -390,13 +481,17 @@ class Training:
                 if step is self.first_step:
                     self.tracker.status(loss_before=measured["loss"] if before is None else before)
                 said = {"loss": measured["loss"], "skipped_steps": measured["skipped_steps"]}
-                if world.is_main and (forecast := self.pace.forecast(progress.slice_step, self.total_steps)):
+                if world.is_main and (
+                    forecast := self.pace.forecast(progress.slice_step, self.total_steps)
+                ):
                     self.tracker.remark(forecast)
                 interval = Interval(self.strategy)
                 self.watch.begin("data")
             if progress.step % min(cfg.log_every, _NON_FINITE_IN_A_ROW) == 0:
                 self._refuse_to_go_on_without_numbers()
-            self.tracker.heartbeat(step=progress.step, slice_step=progress.slice_step, epoch=progress.epoch, **said)
+            self.tracker.heartbeat(
+                step=progress.step, slice_step=progress.slice_step, epoch=progress.epoch, **said
+            )
             if stopping or self._is_last():
                 return stopping
             if (saving or best) and not end_of_epoch:
@@ -413,7 +508,9 @@ class Training:
             or (self.world.local_rank == 0 and self.node_dir.stop_requested())
             or (main and self.pace.out_of_time())
         )
-        stop, minutes, failed = self.world.sum(asked, main and self.pace.save_is_due(), self.save_error is not None)
+        stop, minutes, failed = self.world.sum(
+            asked, main and self.pace.save_is_due(), self.save_error is not None
+        )
         if failed:
             self._note(self.writer.wait())
             self._take_failure()
@@ -440,7 +537,9 @@ class Training:
     def _save(self, end_of_epoch: bool) -> None:
         "Begin to save; what came of it is noted when it is known."
         self.beat(IDLE)
-        self.tracker.status(activity="saving a checkpoint")  # whoever wants the run to stop now gives it time
+        self.tracker.status(
+            activity="saving a checkpoint"
+        )  # whoever wants the run to stop now gives it time
         self._note(self.writer.wait())
         self._take_failure()
         self.saving_step = self.progress.step
@@ -485,7 +584,9 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
         write_error(
             Path(
                 os.environ.get("TORCHELASTIC_ERROR_FILE")
-                or run_dir.of_node(torchrun_number("GROUP_RANK")).error_file(torchrun_number("RANK"))
+                or run_dir.of_node(torchrun_number("GROUP_RANK")).error_file(
+                    torchrun_number("RANK")
+                )
             ),
             error,
         )

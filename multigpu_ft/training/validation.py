@@ -32,13 +32,17 @@ def step_loss(strategy: Single, step: Step) -> float:
     "Mean loss over all targets of a training step on all ranks, without training. A collective."
     with evaluating(strategy.model):
         total = sum(
-            strategy.forward(**to_device(m, strategy.world.device))[1].sum(dtype=torch.float64).item()
+            strategy.forward(**to_device(m, strategy.world.device))[1]
+            .sum(dtype=torch.float64)
+            .item()
             for m in step.micro_batches
         )
     return strategy.world.sum(total)[0] / max(1, step.targets)
 
 
-def evaluate_texts(strategy: Single, texts: TokenizedTexts, batch_size: int, num_labels: int = 0) -> dict[str, float]:
+def evaluate_texts(
+    strategy: Single, texts: TokenizedTexts, batch_size: int, num_labels: int = 0
+) -> dict[str, float]:
     """`loss` (nats, the mean over all targets), and of labelled texts `accuracy` and `f1`, over all of `texts`. A collective.
 
     `batch_size` rows are computed at a time on each rank."""
@@ -48,7 +52,9 @@ def evaluate_texts(strategy: Single, texts: TokenizedTexts, batch_size: int, num
     with evaluating(strategy.model):
         for share in shares:
             rows = [[texts[int(i)]] for i in share] or [[texts.nothing]]
-            _, losses, *predicted = strategy.forward(**to_device(collate(rows, texts.pad_id, "padded"), world.device))
+            _, losses, *predicted = strategy.forward(
+                **to_device(collate(rows, texts.pad_id, "padded"), world.device)
+            )
             total += losses.sum(dtype=torch.float64).item()
             if predicted and len(share):
                 np.add.at(confusion, (texts.labels[share], predicted[0].cpu().numpy()), 1)
@@ -95,7 +101,10 @@ class Evaluations:
 
     @property
     def patience_is_over(self) -> bool:
-        return self._cfg.patience is not None and self._progress.evaluations_since >= self._cfg.patience
+        return (
+            self._cfg.patience is not None
+            and self._progress.evaluations_since >= self._cfg.patience
+        )
 
     def check_room(self, room: int) -> None:
         "Raise `CheckpointError` if a disk with room for `room` checkpoints can't hold the best one beside the newest."
@@ -110,8 +119,12 @@ class Evaluations:
     def measure(self) -> dict[str, float]:
         "Evaluate now. Returns scores as `evaluate_texts` does."
         self._tracker.status(activity="evaluating")
-        found = [evaluate_texts(self._strategy, self._texts, self._cfg.batch_size, self._num_labels)]
-        dist.broadcast_object_list(found, src=0)  # all ranks must judge by the same bits, or one would stop alone
+        found = [
+            evaluate_texts(self._strategy, self._texts, self._cfg.batch_size, self._num_labels)
+        ]
+        dist.broadcast_object_list(
+            found, src=0
+        )  # all ranks must judge by the same bits, or one would stop alone
         self.newest = found[0]
         self._tracker.status(activity=None)
         return self.newest
@@ -125,9 +138,13 @@ class Evaluations:
         if self.patience_is_over:
             goal = "a finite loss"
             if self.best:
-                goal = f"a lower loss than {self.best['loss']:.4f}, that of step {self.best['step']}"
+                goal = (
+                    f"a lower loss than {self.best['loss']:.4f}, that of step {self.best['step']}"
+                )
             count = f"{self._cfg.patience} evaluation(s) in a row"
-            self._tracker.remark(f"stops at step {self._progress.step}: {count} did not reach {goal}")
+            self._tracker.remark(
+                f"stops at step {self._progress.step}: {count} did not reach {goal}"
+            )
         return self.newest, best and self._cfg.chooses_best
 
     def take_best(self) -> dict[str, Any]:
@@ -163,6 +180,10 @@ class Evaluations:
                 f"exports the last weights, because the best checkpoint (step {best['step']}) is not usable: {error}"
             )
             return {}
-        self.newest = {score: value for score, value in best.items() if score not in ("step", "checkpoint")}
-        self._tracker.remark(f"exports the best checkpoint, {name}, with an evaluation loss of {best['loss']:.4f}")
+        self.newest = {
+            score: value for score, value in best.items() if score not in ("step", "checkpoint")
+        }
+        self._tracker.remark(
+            f"exports the best checkpoint, {name}, with an evaluation loss of {best['loss']:.4f}"
+        )
         return {"exported_checkpoint": name}

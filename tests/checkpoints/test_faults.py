@@ -39,7 +39,9 @@ def test_a_run_killed_under_torchrun_ends_as_if_undisturbed(kills):
 def test_a_run_stopped_at_any_moment_loses_no_step(kills):
     asked = [kills.stop_trial(seed) for seed in range(8)]
     assert max(seconds for _, _, seconds in asked) < 30 and len({kind for kind, _, _ in asked}) == 3
-    assert sum(state == "stopped" for _, state, _ in asked) >= 6, "most runs were stopped before their end"
+    assert sum(state == "stopped" for _, state, _ in asked) >= 6, (
+        "most runs were stopped before their end"
+    )
 
 
 def test_ranks_that_left_normally_do_not_end_the_run(kills):
@@ -77,7 +79,9 @@ def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
     "Only the data path: two slices of two epochs, interrupted at random steps, resumed on random numbers of ranks."
     packing = data.draw(st.sampled_from(["packed", "bucketed", "padded"]))
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=40))
-    texts = tokenize_texts([" ".join([str(100 + i)] + ["5"] * (n - 1)) for i, n in enumerate(lengths)], Numbers(), 24)
+    texts = tokenize_texts(
+        [" ".join([str(100 + i)] + ["5"] * (n - 1)) for i, n in enumerate(lengths)], Numbers(), 24
+    )
     cut = data.draw(st.integers(0, len(lengths) - 1))
     seen, saved, last_step = [], None, 0
     for start, end in ((0, cut), (cut, len(lengths))):
@@ -94,7 +98,9 @@ def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
         epoch_texts = {1: [], 2: []}
         done = False
         while not done:
-            world_size, batch_size, accum_steps = (data.draw(st.integers(1, high)) for high in (4, 3, 3))
+            world_size, batch_size, accum_steps = (
+                data.draw(st.integers(1, high)) for high in (4, 3, 3)
+            )
             cfg = RunConfig(
                 start_idx=start,
                 end_idx=end,
@@ -112,12 +118,19 @@ def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
             )
             order, steps_left = SampleOrder(**now.order), data.draw(st.integers(1, 8))
             ranks = [
-                epoch_steps(part, order, cfg, now.epoch, now.position, rank, world_size) for rank in range(world_size)
+                epoch_steps(part, order, cfg, now.epoch, now.position, rank, world_size)
+                for rank in range(world_size)
             ]
             for of_ranks in itertools.islice(zip(*ranks, strict=True), steps_left):
-                assert len({(step.position, step.targets, len(step.micro_batches)) for step in of_ranks}) == 1, (
-                    "ranks disagree"
-                )
+                assert (
+                    len(
+                        {
+                            (step.position, step.targets, len(step.micro_batches))
+                            for step in of_ranks
+                        }
+                    )
+                    == 1
+                ), "ranks disagree"
                 ids = [
                     int(t) - 100
                     for step in of_ranks
@@ -214,7 +227,9 @@ def test_a_disk_that_fills_up_at_any_write_costs_only_that_checkpoint(material):
 @pytest.mark.parametrize("save_failure", ["continue", "stop"])
 def test_training_continues_or_stops_when_the_disk_is_full(material, server, save_failure):
     with small_disk("4m") as folder:
-        cfg = faults.config(material, folder / "runs", num_epochs=6, save_failure=save_failure, keep=1)
+        cfg = faults.config(
+            material, folder / "runs", num_epochs=6, save_failure=save_failure, keep=1
+        )
         run_dir, agent = server.start(cfg)
         while not run_dir.checkpoints():
             faults.time.sleep(0.005)
@@ -230,7 +245,9 @@ def test_training_continues_or_stops_when_the_disk_is_full(material, server, sav
         faults.wait_for_end(run_dir, agent)
         verify_checkpoint(run_dir.checkpoints()[0])
         if save_failure == "continue":
-            assert run_dir.status()["state"] == "done" and run_dir.checkpoints()[0].name.endswith("epoch-6")
+            assert run_dir.status()["state"] == "done" and run_dir.checkpoints()[0].name.endswith(
+                "epoch-6"
+            )
             assert [m["step"] for m in run_dir.metrics()] == list(range(1, 73)), (
                 "lines without room on the disk are written later"
             )

@@ -14,33 +14,54 @@ from harness.runs import BIN, NBS, error_of, processes, ranks, running, slow, un
 
 from multigpu_ft import CheckpointError, Run, RunConfig, RunDir, RunFailed, Slices, launch
 from multigpu_ft.checkpoints.discovery import find_checkpoints
-from multigpu_ft.checkpoints.manifest import commit, contents, fingerprint, read_progress, verify_checkpoint
+from multigpu_ft.checkpoints.manifest import (
+    commit,
+    contents,
+    fingerprint,
+    read_progress,
+    verify_checkpoint,
+)
 from multigpu_ft.run.run_dir import PARTIAL, STOPPED_EXIT_CODE
 
 
 def remarks(run):
-    return run.status().get("remarks", []) if not isinstance(run, Run) else run.status.get("remarks", [])
+    return (
+        run.status().get("remarks", [])
+        if not isinstance(run, Run)
+        else run.status.get("remarks", [])
+    )
 
 
 def saved_what_it_did(run):
     "Return whether the checkpoint that the status names has the last step, within an epoch or at its end."
     newest = run.dir.checkpoints()[-1]
     verify_checkpoint(newest)
-    return run.status["checkpoint"] == newest.name and read_progress(newest)["slice_step"] == run.status["slice_step"]
+    return (
+        run.status["checkpoint"] == newest.name
+        and read_progress(newest)["slice_step"] == run.status["slice_step"]
+    )
 
 
 # -- resuming -------------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_newest_checkpoint_is_reported_and_the_next_older_one_used(material, run_root, server, capsys):
+def test_a_damaged_newest_checkpoint_is_reported_and_the_next_older_one_used(
+    material, run_root, server, capsys
+):
     cfg = faults.config(material, run_root)
     first = Run(server.finish(cfg))
     older, newest = first.dir.checkpoints()
     shard = newest / "rank1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     again = launch(cfg.replace(nproc=1, batch_size=4))
-    assert again.status["resumed_from"] == str(older) and [m["step"] for m in again.metrics] == [23, 24]
-    assert f"checkpoint {newest.name} of {first.name} is damaged: rank1.safetensors has" in remarks(again)[0]
+    assert again.status["resumed_from"] == str(older) and [m["step"] for m in again.metrics] == [
+        23,
+        24,
+    ]
+    assert (
+        f"checkpoint {newest.name} of {first.name} is damaged: rank1.safetensors has"
+        in remarks(again)[0]
+    )
     assert f"resuming from the older {older.name}" in remarks(again)[0]
     assert remarks(again)[0] in capsys.readouterr().err, "the cell shows the remark, too"
     for checkpoint in [*again.dir.checkpoints(), *first.dir.checkpoints()]:
@@ -52,7 +73,9 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_next_older_one_used(mat
         launch(cfg.replace(nproc=1, batch_size=4))
 
 
-def test_the_ledger_reports_gaps_overlaps_and_repeats_before_training(material, run_root, server, capsys):
+def test_the_ledger_reports_gaps_overlaps_and_repeats_before_training(
+    material, run_root, server, capsys
+):
     cfg = faults.config(material, run_root, num_epochs=1, save_every=None)
     server.finish(cfg.replace(end_idx=16))
     server.finish(cfg.replace(start_idx=12, end_idx=24))
@@ -66,26 +89,49 @@ def test_the_ledger_reports_gaps_overlaps_and_repeats_before_training(material, 
         "slice 30-40 was left after 40% of epoch 1; this run does not finish it",
     ]
     checkpoint = json.loads((repeat.checkpoints()[-1] / "progress.json").read_text())
-    assert [(s["start_idx"], s["end_idx"]) for s in checkpoint["trained"]] == [(0, 16), (12, 24), (30, 40), (0, 16)]
+    assert [(s["start_idx"], s["end_idx"]) for s in checkpoint["trained"]] == [
+        (0, 16),
+        (12, 24),
+        (30, 40),
+        (0, 16),
+    ]
 
 
 def test_weights_alone_come_with_a_new_optimizer_and_schedule(material, run_root, server):
     cfg = faults.config(
-        material, run_root, num_epochs=1, save_every=None, warmup_steps=4, lr_scheduler="linear", end_idx=24
+        material,
+        run_root,
+        num_epochs=1,
+        save_every=None,
+        warmup_steps=4,
+        lr_scheduler="linear",
+        end_idx=24,
     )
     first = server.finish(cfg)
     kept = server.finish(cfg.replace(start_idx=24, end_idx=48))
     fresh = server.finish(
-        cfg.replace(start_idx=24, end_idx=48, resume_scope="weights", resume_file=first.checkpoints()[-1].name)
+        cfg.replace(
+            start_idx=24,
+            end_idx=48,
+            resume_scope="weights",
+            resume_file=first.checkpoints()[-1].name,
+        )
     )
-    assert [m["step"] for m in kept.metrics()] == [m["step"] for m in fresh.metrics()] == list(range(7, 13))
-    assert kept.metrics()[0]["learning_rate"] == 1e-3 and fresh.metrics()[0]["learning_rate"] == 1e-3 / 4, (
-        "the warm-up belongs to the optimizer"
+    assert (
+        [m["step"] for m in kept.metrics()]
+        == [m["step"] for m in fresh.metrics()]
+        == list(range(7, 13))
     )
+    assert (
+        kept.metrics()[0]["learning_rate"] == 1e-3
+        and fresh.metrics()[0]["learning_rate"] == 1e-3 / 4
+    ), "the warm-up belongs to the optimizer"
     other = material / "other.jsonl"
     other.write_text((material / "texts.jsonl").read_text())
     elsewhere = cfg.replace(dataset=str(other), resume_file=str(first.checkpoints()[-1]))
-    with pytest.raises(CheckpointError, match="belongs to another run .dataset: .*resume_scope='weights'"):
+    with pytest.raises(
+        CheckpointError, match="belongs to another run .dataset: .*resume_scope='weights'"
+    ):
         launch(elsewhere.replace(nproc=1, batch_size=4))
     assert server.finish(elsewhere.replace(resume_scope="weights")).status()["state"] == "done"
 
@@ -101,12 +147,22 @@ def test_files_of_the_original_script_are_loaded(material, run_root, server):
     path = material / "opt_0-24-epoch-1.pt"
     torch.save({"MODEL_STATE": model.state_dict(), "EPOCHS_RUN": 1}, path)
     cfg = faults.config(material, run_root, strategy="fsdp", num_epochs=1, start_idx=30)
-    base, taken = server.finish(cfg.replace(resume_file="none")), server.finish(cfg.replace(resume_file=str(path)))
-    assert taken.status()["resumed_from"] == str(path) and taken.status()["loss_before"] != base.status()["loss_before"]
-    assert remarks(taken) == ["rows 24-30 are left out: the slices so far end at row 24, this one starts at row 30"]
+    base, taken = (
+        server.finish(cfg.replace(resume_file="none")),
+        server.finish(cfg.replace(resume_file=str(path))),
+    )
+    assert (
+        taken.status()["resumed_from"] == str(path)
+        and taken.status()["loss_before"] != base.status()["loss_before"]
+    )
+    assert remarks(taken) == [
+        "rows 24-30 are left out: the slices so far end at row 24, this one starts at row 30"
+    ]
     path.write_bytes(path.read_bytes()[:5000])
     broken = server.finish(cfg.replace(resume_file=str(path)))
-    assert "CheckpointError" in error_of(broken) and "cannot be read as weights saved by torch.save" in error_of(broken)
+    assert "CheckpointError" in error_of(
+        broken
+    ) and "cannot be read as weights saved by torch.save" in error_of(broken)
 
 
 def test_another_tokenizer_or_text_is_refused(material, run_root, server):
@@ -137,14 +193,32 @@ def test_a_restarted_run_resumes_from_its_own_checkpoint(material, run_root, ser
     until(lambda: len(run_dir.metrics()) >= 8, 30, "8 steps")
     os.kill(agent, signal.SIGKILL)
     faults.wait_for_end(run_dir, agent)
-    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "1", "-m", "multigpu_ft.training", run_dir.path]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=100)
-    assert [(m["step"], m["loss"]) for m in run_dir.metrics()] == [(m["step"], m["loss"]) for m in whole.metrics()]
+    command = [
+        BIN / "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "-m",
+        "multigpu_ft.training",
+        run_dir.path,
+    ]
+    subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=100,
+    )
+    assert [(m["step"], m["loss"]) for m in run_dir.metrics()] == [
+        (m["step"], m["loss"]) for m in whole.metrics()
+    ]
     assert run_dir.status()["state"] == "done" and run_dir.status()["first_step"] == 1
     shutil.rmtree(run_root / "whole")
 
 
-def test_a_restart_resumes_from_its_own_checkpoint_even_if_it_began_with_weights_alone(material, run_root, server):
+def test_a_restart_resumes_from_its_own_checkpoint_even_if_it_began_with_weights_alone(
+    material, run_root, server
+):
     cfg = faults.config(material, run_root, num_epochs=1, save_every=2)
     origin = server.finish(cfg.replace(end_idx=24)).checkpoints()[-1]
     cfg = cfg.replace(start_idx=24, resume_scope="weights", resume_file=str(origin), num_epochs=4)
@@ -156,10 +230,15 @@ def test_a_restart_resumes_from_its_own_checkpoint_even_if_it_began_with_weights
     run_dir.request_stop()  # a request that came too late; the next start must ignore it
     (run_dir.path / "errors" / "rank0.json").write_text("{}")
     server.finish(cfg, run_dir)
-    assert [(m["step"], m["loss"]) for m in run_dir.metrics()] == [(m["step"], m["loss"]) for m in whole.metrics()]
+    assert [(m["step"], m["loss"]) for m in run_dir.metrics()] == [
+        (m["step"], m["loss"]) for m in whole.metrics()
+    ]
     assert run_dir.status()["state"] == "done" and not list(run_dir.path.glob("errors/*"))
     server.finish(cfg, run_dir)  # a start of a finished run exports again
-    assert run_dir.status()["state"] == "done" and (run_dir.path / "export" / "model.safetensors").exists()
+    assert (
+        run_dir.status()["state"] == "done"
+        and (run_dir.path / "export" / "model.safetensors").exists()
+    )
 
 
 # -- keeping --------------------------------------------------------------------------------------------------------
@@ -168,19 +247,27 @@ def test_a_restart_resumes_from_its_own_checkpoint_even_if_it_began_with_weights
 def test_the_newest_checkpoints_are_kept_within_the_budget(material, run_root, server):
     cfg = faults.config(material, run_root, num_epochs=1)
     first = server.finish(cfg.replace(keep=3, end_idx=24))
-    assert [c.name for c in first.checkpoints()] == ["model_0-24-step-2", "model_0-24-step-4", "model_0-24-epoch-1"]
+    assert [c.name for c in first.checkpoints()] == [
+        "model_0-24-step-2",
+        "model_0-24-step-4",
+        "model_0-24-epoch-1",
+    ]
     each = sum(p.stat().st_size for p in first.checkpoints()[0].iterdir())
     second = server.finish(cfg.replace(start_idx=24, keep=3, disk_budget_gb=2.5 * each / 1e9))
     assert [c.name for c in second.checkpoints()] == [
         "model_24-48-step-4",
         "model_24-48-epoch-1",
     ] and not first.checkpoints()
-    short = server.finish(cfg.replace(start_idx=24, initial_epoch=2, disk_budget_gb=1.5 * each / 1e9))
+    short = server.finish(
+        cfg.replace(start_idx=24, initial_epoch=2, disk_budget_gb=1.5 * each / 1e9)
+    )
     assert "disk_budget_gb" in error_of(short) and not short.metrics(), (
         "the checkpoint to resume from must stay; the error comes before training"
     )
     third = server.finish(cfg.replace(start_idx=40, keep=1))
-    assert [c.name for c in third.checkpoints()] == ["model_40-48-epoch-1"] and not second.checkpoints()
+    assert [c.name for c in third.checkpoints()] == [
+        "model_40-48-epoch-1"
+    ] and not second.checkpoints()
 
 
 def test_the_next_run_deletes_what_a_killed_run_left_half_written(material, run_root, server):
@@ -274,7 +361,10 @@ def test_max_hours_stops_in_time_saves_and_says_so(material, run_root, slow_step
         "2",
     ]
     assert subprocess.run(again, capture_output=True, text=True, timeout=120).returncode == 0
-    assert Run(max(run_root.iterdir(), key=lambda p: p.stat().st_mtime)).metrics[0]["step"] == run.status["step"] + 1
+    assert (
+        Run(max(run_root.iterdir(), key=lambda p: p.stat().st_mtime)).metrics[0]["step"]
+        == run.status["step"] + 1
+    )
 
 
 def test_sigterm_to_the_command_saves(material, run_root):
@@ -303,7 +393,10 @@ def test_sigterm_to_the_command_saves(material, run_root):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_stopped_process_is_found_within_the_timeout(run_root, strategy):
     "After SIGSTOP a rank neither answers its peers nor handles SIGTERM."
-    run = launch(RunConfig(run_root=str(run_root), strategy=strategy, timeout_s=6, packing="padded"), wait=False)
+    run = launch(
+        RunConfig(run_root=str(run_root), strategy=strategy, timeout_s=6, packing="padded"),
+        wait=False,
+    )
     run_dir = running(run_root)
     psutil.Process(ranks(run_dir)[1]).suspend()
     stopped = time.monotonic()
@@ -366,7 +459,12 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(
     if not (material / "smooth").exists():
         faults.Reshapes(material, server)
     cfg = faults.config(
-        material, run_root, model=str(material / "smooth"), strategy=strategy, batch_size=4, save_every=3
+        material,
+        run_root,
+        model=str(material / "smooth"),
+        strategy=strategy,
+        batch_size=4,
+        save_every=3,
     )
     plain = server.finish(cfg.replace(run_root=str(run_root / "plain")))
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "2"))
@@ -374,15 +472,20 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(
     run = launch(cfg)
     assert (run.state, run.dir.config().batch_size, run.dir.config().accum_steps) == ("done", 2, 2)
     assert any(
-        "rank 1 ran out of memory in step" in r and "batch_size 4 -> 2, accum_steps 1 -> 2" in r for r in remarks(run)
+        "rank 1 ran out of memory in step" in r and "batch_size 4 -> 2, accum_steps 1 -> 2" in r
+        for r in remarks(run)
     )
     assert [m["step"] for m in run.metrics] == list(range(1, 13))
-    assert all(abs(a["loss"] - b["loss"]) / b["loss"] < 1e-5 for a, b in zip(run.metrics, plain.metrics(), strict=True))
+    assert all(
+        abs(a["loss"] - b["loss"]) / b["loss"] < 1e-5
+        for a, b in zip(run.metrics, plain.metrics(), strict=True)
+    )
     if strategy == "fsdp":
         return
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "0"))
     with pytest.raises(
-        RunFailed, match="rank 1 ran out of memory in step .* with batch_size=1.*activation_checkpointing='full'"
+        RunFailed,
+        match="rank 1 ran out of memory in step .* with batch_size=1.*activation_checkpointing='full'",
     ):
         launch(cfg.replace(batch_size=2, resume_file="none"))
 
@@ -405,7 +508,9 @@ def test_a_series_knows_its_own_runs_and_what_is_new(tmp_path):
     slices = Slices(cfg)
     assert slices.bounds == [(0, 20), (20, 40), (40, 48)]
     for start, end in slices.bounds:
-        RunDir.create(slices.config.replace(start_idx=start, end_idx=end)).update_status(state="done", launched=start)
+        RunDir.create(slices.config.replace(start_idx=start, end_idx=end)).update_status(
+            state="done", launched=start
+        )
     assert Slices(cfg).state == "done" and Slices(cfg.replace(num_epochs=2)).state == "to do"
     assert Slices(cfg.replace(dataset=str(tmp_path / "b" / "texts.jsonl"))).state == "to do", (
         "other data with the same name"
@@ -424,21 +529,29 @@ def test_a_moved_series_continues_even_with_a_run_of_another_version(tmp_path):
     project = tmp_path / "project"
     project.mkdir()
     (project / "texts.jsonl").write_text('{"text": "x"}\n' * 60)
-    cfg = RunConfig(run_root=str(project / "runs"), dataset=str(project / "texts.jsonl"), slice_size=20)
+    cfg = RunConfig(
+        run_root=str(project / "runs"), dataset=str(project / "texts.jsonl"), slice_size=20
+    )
     slices = Slices(cfg)
     for start, end in slices.bounds[:2]:
         run_dir = RunDir.create(slices.config.replace(start_idx=start, end_idx=end))
         run_dir.update_status(state="done", launched=start)
     partial = run_dir.path / "checkpoints" / f"texts_20-40.0{PARTIAL}"
     partial.mkdir()
-    checkpoint = commit(partial, {**fingerprint(slices.config), "contents": contents(slices.config)}, {})
+    checkpoint = commit(
+        partial, {**fingerprint(slices.config), "contents": contents(slices.config)}, {}
+    )
     shutil.copy(project / "texts.jsonl", tmp_path)
     beside = Slices(cfg.replace(dataset=str(tmp_path / "texts.jsonl")))
-    assert not beside.runs() and not find_checkpoints(beside.config), "these runs' data have not moved"
+    assert not beside.runs() and not find_checkpoints(beside.config), (
+        "these runs' data have not moved"
+    )
     moved = project.rename(tmp_path / "moved")
     there = Slices(cfg.replace(run_root=str(moved / "runs"), dataset=str(moved / "texts.jsonl")))
     assert [row["state"] for row in there.table()] == ["done", "done", "to do"]
-    assert [c.name for c in find_checkpoints(there.config)] == [checkpoint.name], "the third slice continues from it"
+    assert [c.name for c in find_checkpoints(there.config)] == [checkpoint.name], (
+        "the third slice continues from it"
+    )
     strange = RunDir.create(there.config)
     (strange.path / "config.json").write_text('{"a_field_of_another_version": 1}')
     assert len(Slices(there.config.replace(run_root=str(moved / "runs"))).runs()) == 2
@@ -465,31 +578,53 @@ def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path, sl
     how = "--num-epochs 5 --save-every 2 --lr-scheduler linear --packing padded --batch-size 1 --nproc 1 --json".split()
     command = list(map(str, [BIN / "multigpu-ft", "slices", *data, *how]))
     driver = subprocess.Popen(
-        command, cwd=tmp_path, env=slow_steps, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=slow_steps,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     folder = run_root / "slices_model_texts_20"
     until(
-        lambda: [p for p in folder.glob("model_20-40/metrics.jsonl") if p.read_text().count("\n") > 5],
+        lambda: [
+            p for p in folder.glob("model_20-40/metrics.jsonl") if p.read_text().count("\n") > 5
+        ],
         90,
         "the second slice trains",
     )
     driver.kill()
     driver.communicate()
-    until(lambda: not processes(run_root), 15, "papermill, its kernel and the ranks gone after their driver")
-    done = subprocess.run(command, cwd=tmp_path, env=slow_steps, capture_output=True, text=True, timeout=200)
+    until(
+        lambda: not processes(run_root),
+        15,
+        "papermill, its kernel and the ranks gone after their driver",
+    )
+    done = subprocess.run(
+        command, cwd=tmp_path, env=slow_steps, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["state"] == "done" and [row["slice"] for row in report["slices"]] == ["0-20", "20-40", "40-48"]
-    assert [row["runs"] for row in report["slices"]] == [1, 2, 1] and [row["steps"] for row in report["slices"]] == [
+    assert report["state"] == "done" and [row["slice"] for row in report["slices"]] == [
+        "0-20",
+        "20-40",
+        "40-48",
+    ]
+    assert [row["runs"] for row in report["slices"]] == [1, 2, 1] and [
+        row["steps"] for row in report["slices"]
+    ] == [
         100,
         100,
         40,
     ]
     assert (
-        sorted(p.name for p in folder.glob("*.ipynb")) == ["slice-0-20.ipynb", "slice-20-40.ipynb", "slice-40-48.ipynb"]
+        sorted(p.name for p in folder.glob("*.ipynb"))
+        == ["slice-0-20.ipynb", "slice-20-40.ipynb", "slice-40-48.ipynb"]
         and (folder / "loss.png").exists()
     )
-    runs = sorted((Run(p.parent) for p in folder.glob("*/config.json")), key=lambda r: r.status["launched"])
+    runs = sorted(
+        (Run(p.parent) for p in folder.glob("*/config.json")), key=lambda r: r.status["launched"]
+    )
     losses, _ = faults.lineage([r.dir for r in runs])
     rates = {m["step"]: m["learning_rate"] for r in runs for m in r.metrics}
     assert len(losses) == len(rates) == 240

@@ -69,10 +69,15 @@ def by_hand(text, opening, closing):
 def test_only_what_the_assistant_says_is_learnt_token_by_token(name, chat_tokenizer, shared_data):
     template, opening, closing = TEMPLATES[name]
     singles = [json.loads(line)["messages"] for line in open(shared_data / "questions.jsonl")][:300]
-    system = [{"role": "system", "content": "Answer briefly. You are the assistant: it says so here."}]
+    system = [
+        {"role": "system", "content": "Answer briefly. You are the assistant: it says so here."}
+    ]
     chats = [
         *singles[:200],
-        *([*system, *a, *b, *c] for a, b, c in zip(singles[200::3], singles[201::3], singles[202::3], strict=False)),
+        *(
+            [*system, *a, *b, *c]
+            for a, b, c in zip(singles[200::3], singles[201::3], singles[202::3], strict=False)
+        ),
     ]
     chat_tokenizer.chat_template = template
     texts, wrong = tokenize_chats(chats, chat_tokenizer, 4096), 0
@@ -85,7 +90,9 @@ def test_only_what_the_assistant_says_is_learnt_token_by_token(name, chat_tokeni
         wrong += int((texts[number].loss_mask != np.array(expected)).sum())
         answers = [m["content"].strip() for m in messages if m["role"] == "assistant"]
         loss_mask = chat_tokenizer.decode(texts[number].ids[texts[number].loss_mask])
-        assert loss_mask.count(closing) == len(answers) and all(answer in loss_mask for answer in answers)
+        assert loss_mask.count(closing) == len(answers) and all(
+            answer in loss_mask for answer in answers
+        )
     assert wrong == 0 and texts.targets.sum() > 20_000
 
 

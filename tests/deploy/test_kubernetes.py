@@ -41,13 +41,23 @@ EVERYTHING = {
     "tolerations": [{"key": "spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}],
 }
 ON_THE_HUB = RunConfig(
-    model="facebook/opt-1.3b", dataset="user/name", hf_repo="user/mine", tracker="wandb", end_idx=5000
+    model="facebook/opt-1.3b",
+    dataset="user/name",
+    hf_repo="user/mine",
+    tracker="wandb",
+    end_idx=5000,
 )
 CASES = {
     "builtin": (RunConfig(end_idx=5000), PLAIN),
     "everything": (ON_THE_HUB, EVERYTHING),
-    "one node of eight": (RunConfig(), {**PLAIN, "replicas": 1, "resources": {"gpu": {**GPU, "accelerator_count": 8}}}),
-    "no GPUs": (RunConfig(), {**PLAIN, "resources": {"gpu": {"accelerator_count": 0, "memory": "4Gi", "cpu": "500m"}}}),
+    "one node of eight": (
+        RunConfig(),
+        {**PLAIN, "replicas": 1, "resources": {"gpu": {**GPU, "accelerator_count": 8}}},
+    ),
+    "no GPUs": (
+        RunConfig(),
+        {**PLAIN, "resources": {"gpu": {"accelerator_count": 0, "memory": "4Gi", "cpu": "500m"}}},
+    ),
 }
 
 
@@ -66,9 +76,21 @@ def test_manifests_are_what_kubernetes_knows(case, target, version):
     manifests = render(case, target).manifests
     own = [m for m in manifests if "kubeflow" not in m["apiVersion"]]
     assert len(own) == len(manifests) - (2 if target == "trainjob" else 0)
-    own.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "carried"}, "spec": job_of(manifests)})
+    own.append(
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "carried"},
+            "spec": job_of(manifests),
+        }
+    )
     own += [
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "carried", **pod["metadata"]}, "spec": pod["spec"]}
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "carried", **pod["metadata"]},
+            "spec": pod["spec"],
+        }
         for _, pod in templates(manifests)
     ]
     for manifest in own:
@@ -103,7 +125,11 @@ def board(manifests):
 
 
 def policy(manifests, component):
-    return next(m["spec"] for m in find(manifests, "NetworkPolicy") if m["metadata"]["name"].endswith(component))
+    return next(
+        m["spec"]
+        for m in find(manifests, "NetworkPolicy")
+        if m["metadata"]["name"].endswith(component)
+    )
 
 
 def rules(manifests):
@@ -111,7 +137,10 @@ def rules(manifests):
 
 
 MUTANTS = {
-    "privileged": (lambda m: container(m)["securityContext"].update(privileged=True), "node: is privileged"),
+    "privileged": (
+        lambda m: container(m)["securityContext"].update(privileged=True),
+        "node: is privileged",
+    ),
     "may gain privileges": (
         lambda m: container(m)["securityContext"].pop("allowPrivilegeEscalation"),
         "node: may gain privileges",
@@ -121,8 +150,14 @@ MUTANTS = {
         "node: keeps capabilities",
     ),
     "root": (lambda m: node(m)["securityContext"].update(runAsUser=0), "node: may run as root"),
-    "root by the image's choice": (lambda m: node(m)["securityContext"].pop("runAsNonRoot"), "node: may run as root"),
-    "no seccomp": (lambda m: node(m)["securityContext"].pop("seccompProfile"), "node: has no seccomp profile"),
+    "root by the image's choice": (
+        lambda m: node(m)["securityContext"].pop("runAsNonRoot"),
+        "node: may run as root",
+    ),
+    "no seccomp": (
+        lambda m: node(m)["securityContext"].pop("seccompProfile"),
+        "node: has no seccomp profile",
+    ),
     "seccomp off in the container": (
         lambda m: container(m)["securityContext"].update(seccompProfile={"type": "Unconfined"}),
         "node: has no seccomp profile",
@@ -131,12 +166,18 @@ MUTANTS = {
         lambda m: board(m)["securityContext"].update(readOnlyRootFilesystem=False),
         "tensorboard: can write to its image",
     ),
-    "token mounted": (lambda m: node(m).update(automountServiceAccountToken=True), "node: has a token of the API"),
+    "token mounted": (
+        lambda m: node(m).update(automountServiceAccountToken=True),
+        "node: has a token of the API",
+    ),
     "token projected": (
         lambda m: node(m)["volumes"].append({"name": "t", "projected": {"sources": []}}),
         "node: has a token of the API",
     ),
-    "default account": (lambda m: node(m).update(serviceAccountName="default"), "node: runs as the default account"),
+    "default account": (
+        lambda m: node(m).update(serviceAccountName="default"),
+        "node: runs as the default account",
+    ),
     "tag": (
         lambda m: container(m).update(image="registry.example/multigpu-ft:latest"),
         "node: image is not named by its digest",
@@ -154,7 +195,10 @@ MUTANTS = {
         lambda m: node(m)["volumes"].append({"name": "h", "hostPath": {"path": "/"}}),
         "node: mounts a folder of its node",
     ),
-    "host network": (lambda m: node(m).update(hostNetwork=True), "node: shares something with its node"),
+    "host network": (
+        lambda m: node(m).update(hostNetwork=True),
+        "node: shares something with its node",
+    ),
     "small shared memory": (
         lambda m: container(m)["volumeMounts"].remove({"name": "shm", "mountPath": "/dev/shm"}),
         "node: has the 64 MB of /dev/shm",
@@ -163,7 +207,10 @@ MUTANTS = {
         lambda m: node(m).pop("terminationGracePeriodSeconds"),
         "node: is killed before its checkpoint is saved",
     ),
-    "token in a ConfigMap": (lambda m: find(m, "ConfigMap")[1]["data"].update(HF_TOKEN="x"), "a token in ConfigMap"),
+    "token in a ConfigMap": (
+        lambda m: find(m, "ConfigMap")[1]["data"].update(HF_TOKEN="x"),
+        "a token in ConfigMap",
+    ),
     "token's value in cfg.json": (
         lambda m: find(m, "ConfigMap")[0]["data"].update({"cfg.json": "hf_" + "a" * 34}),
         "a token in ConfigMap",
@@ -178,8 +225,14 @@ MUTANTS = {
         lambda m: m.append({"kind": "Secret", "metadata": {"name": "s"}, "data": {}}),
         "a Secret with what is in it was rendered",
     ),
-    "configuration can change": (lambda m: find(m, "ConfigMap")[0].pop("immutable"), "can change under the run"),
-    "network open": (lambda m: policy(m, "node").update(ingress=[{}]), "node: heard from outside the namespace"),
+    "configuration can change": (
+        lambda m: find(m, "ConfigMap")[0].pop("immutable"),
+        "can change under the run",
+    ),
+    "network open": (
+        lambda m: policy(m, "node").update(ingress=[{}]),
+        "node: heard from outside the namespace",
+    ),
     "network open to the namespace": (
         lambda m: policy(m, "node").update(ingress=[{"from": [{"podSelector": {}}]}]),
         "heard by other pods than its peers",
@@ -197,21 +250,36 @@ MUTANTS = {
         lambda m: policy(m, "tensorboard")["ingress"][0].pop("ports"),
         "tensorboard: more than its port is open",
     ),
-    "load balancer": (lambda m: find(m, "Service")[-1]["spec"].update(type="LoadBalancer"), "is open to the outside"),
+    "load balancer": (
+        lambda m: find(m, "Service")[-1]["spec"].update(type="LoadBalancer"),
+        "is open to the outside",
+    ),
     "TensorBoard writes": (
         lambda m: board(m)["volumeMounts"][0].pop("readOnly"),
         "TensorBoard can write to the shared volume",
     ),
     "evictions count": (lambda m: rules(m).pop(2), "an eviction counts as a failure"),
-    "interruptions count": (lambda m: rules(m).pop(1), "a run that was interrupted counts as a failure"),
+    "interruptions count": (
+        lambda m: rules(m).pop(1),
+        "a run that was interrupted counts as a failure",
+    ),
     "bad settings are tried again": (lambda m: rules(m).pop(0), "bad settings are tried again"),
     "failures are ignored": (
         lambda m: rules(m)[1]["onExitCodes"].update(operator="NotIn", values=[78]),
         "a failure does not count",
     ),
-    "restarted in place": (lambda m: node(m).update(restartPolicy="OnFailure"), "a failed container starts again"),
-    "replaced too early": (lambda m: job_of(m).pop("podReplacementPolicy"), "a pod is replaced before it is gone"),
-    "one attempt": (lambda m: job_of(m).update(backoffLimit=1), "one failure of all nodes is the end of the job"),
+    "restarted in place": (
+        lambda m: node(m).update(restartPolicy="OnFailure"),
+        "a failed container starts again",
+    ),
+    "replaced too early": (
+        lambda m: job_of(m).pop("podReplacementPolicy"),
+        "a pod is replaced before it is gone",
+    ),
+    "one attempt": (
+        lambda m: job_of(m).update(backoffLimit=1),
+        "one failure of all nodes is the end of the job",
+    ),
     "read by one node": (
         lambda m: find(m, "PersistentVolumeClaim")[0]["spec"].update(accessModes=["ReadWriteOnce"]),
         "which one node can mount",
@@ -220,9 +288,14 @@ MUTANTS = {
         lambda m: find(m, "Service")[0]["spec"].update(publishNotReadyAddresses=False),
         "nodes that start cannot find each other",
     ),
-    "no headless Service": (lambda m: find(m, "Service")[0]["spec"].pop("clusterIP"), "nodes have no names"),
+    "no headless Service": (
+        lambda m: find(m, "Service")[0]["spec"].pop("clusterIP"),
+        "nodes have no names",
+    ),
     "secrets readable": (
-        lambda m: find(m, "Role")[0]["rules"].append({"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}),
+        lambda m: find(m, "Role")[0]["rules"].append(
+            {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}
+        ),
         "may read secrets",
     ),
     "pods with rights": (
@@ -241,7 +314,9 @@ def test_what_is_made_worse_is_caught(mutant):
     manifests = copy.deepcopy(render().manifests)
     change, said = MUTANTS[mutant]
     if "metadata" in mutant:
-        manifests = copy.deepcopy(deploy_kubernetes(RunConfig(dataset="user/name"), PLAIN).manifests)
+        manifests = copy.deepcopy(
+            deploy_kubernetes(RunConfig(dataset="user/name"), PLAIN).manifests
+        )
     change(manifests)
     assert any(said in violation for violation in violations(manifests)), violations(manifests)
 
@@ -260,7 +335,9 @@ def test_what_the_job_does_when_a_pod_ends(target):
         (137, False): "Count",
     }
     assert {end: action(job, *end) for end in ends} == ends
-    assert job["backoffLimit"] == 12 and job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert job["backoffLimit"] == 12 and job["successPolicy"] == {
+        "rules": [{"succeededIndexes": "0"}]
+    }
 
 
 def test_the_command_of_each_node():
@@ -279,7 +356,11 @@ def test_train_job_and_its_runtime():
     manifests = render("everything", "trainjob").manifests
     (runtime,), (job,) = find(manifests, "TrainingRuntime"), find(manifests, "TrainJob")
     assert job["spec"] == {
-        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": "opt-lora"},
+        "runtimeRef": {
+            "apiGroup": "trainer.kubeflow.org",
+            "kind": "TrainingRuntime",
+            "name": "opt-lora",
+        },
         "trainer": {"numNodes": 2},
     }
     assert (
@@ -291,7 +372,9 @@ def test_train_job_and_its_runtime():
     assert replicated["name"] == container(manifests)["name"] == "node", (
         "Kubeflow sets the variables of the container of that name"
     )
-    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert replicated["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
     assert "subdomain" not in node(manifests) and len(find(manifests, "Service")) == 1, (
         "the JobSet makes the Service of the nodes"
     )
@@ -313,7 +396,8 @@ def test_the_configuration_of_the_run():
     )
     assert getattr(cfg, "nnodes", 2) == 2 and cfg.model == ON_THE_HUB.model
     assert (
-        environment["MULTIGPU_FT_SECRETS_DIR"] == "/var/run/secrets/multigpu-ft" and environment["NCCL_DEBUG"] == "INFO"
+        environment["MULTIGPU_FT_SECRETS_DIR"] == "/var/run/secrets/multigpu-ft"
+        and environment["NCCL_DEBUG"] == "INFO"
     )
     (secret,) = (v["secret"] for v in node(manifests)["volumes"] if "secret" in v)
     assert secret == {"secretName": "multigpu-ft-tokens", "defaultMode": 0o440}
@@ -327,16 +411,25 @@ def test_the_configuration_of_the_run():
 
 def test_only_what_needs_it_speaks_to_the_internet():
     def ports(manifests):
-        return [p["port"] for rule in policy(manifests, "node")["egress"] for p in rule.get("ports", [])]
+        return [
+            p["port"] for rule in policy(manifests, "node")["egress"] for p in rule.get("ports", [])
+        ]
 
-    assert ports(render().manifests) == [53, 53] and ports(render("everything").manifests) == [53, 53, 443]
+    assert ports(render().manifests) == [53, 53] and ports(render("everything").manifests) == [
+        53,
+        53,
+        443,
+    ]
     assert find(render().manifests, "ConfigMap")[1]["data"]["HF_HUB_OFFLINE"] == "1"
 
 
 def test_slices_have_names_and_directories_of_their_own():
     names = [deploy_kubernetes(RunConfig(start_idx=start), PLAIN).name for start in (0, 5000)]
     assert names == ["opt-tiny-0-5000", "opt-tiny-5000-10000"]
-    assert len(deploy_kubernetes(RunConfig(run_name="A_" + "very-" * 20 + "long.name"), PLAIN).name) <= 40
+    assert (
+        len(deploy_kubernetes(RunConfig(run_name="A_" + "very-" * 20 + "long.name"), PLAIN).name)
+        <= 40
+    )
 
 
 def test_a_deepspeed_file_travels_along(tmp_path):
@@ -375,7 +468,10 @@ def test_a_deepspeed_file_travels_along(tmp_path):
         ({"config_map": {"HF_TOKEN": "x"}}, "--from-file=HF_TOKEN=FILE"),
         ({"config_map": {"MYTOKEN": "x"}}, "kubectl create secret"),
         ({"config_map": {"DB_PASSWORD": "x"}}, "config_map.DB_PASSWORD"),
-        ({"config_map": {"WANDB_API_KEY": "x"}, "namespace": "mine"}, "--namespace mine --from-file=WANDB"),
+        (
+            {"config_map": {"WANDB_API_KEY": "x"}, "namespace": "mine"},
+            "--namespace mine --from-file=WANDB",
+        ),
     ],
 )
 def test_what_resources_are_refused(changes, said):
@@ -421,7 +517,9 @@ def test_what_configurations_are_refused(cfg, said):
 
 def test_files_and_back(tmp_path):
     first = deploy_kubernetes(*CASES["everything"], out=tmp_path / "k8s")
-    assert [yaml.safe_load(path.read_text()) for path in sorted((tmp_path / "k8s").iterdir())] == first.manifests
+    assert [
+        yaml.safe_load(path.read_text()) for path in sorted((tmp_path / "k8s").iterdir())
+    ] == first.manifests
     assert not any(re.search(r"[&*]id\d", path.read_text()) for path in first.files), (
         "nothing that refers to another place"
     )
@@ -445,13 +543,22 @@ class Api:
     KINDS = {
         "v1": {
             kind: f"{kind.lower()}s"
-            for kind in ("Namespace", "PersistentVolumeClaim", "ServiceAccount", "ConfigMap", "Service")
+            for kind in (
+                "Namespace",
+                "PersistentVolumeClaim",
+                "ServiceAccount",
+                "ConfigMap",
+                "Service",
+            )
         },
         "batch/v1": {"Job": "jobs"},
         "apps/v1": {"Deployment": "deployments"},
         "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies"},
         "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},
-        "trainer.kubeflow.org/v1alpha1": {"TrainingRuntime": "trainingruntimes", "TrainJob": "trainjobs"},
+        "trainer.kubeflow.org/v1alpha1": {
+            "TrainingRuntime": "trainingruntimes",
+            "TrainJob": "trainjobs",
+        },
     }
 
     def __init__(self):
@@ -467,7 +574,9 @@ class Api:
 
         class Handler(BaseHTTPRequestHandler):
             def answer(self, value, code=200):
-                body = json.dumps(value if code < 300 else {"kind": "Status", "message": value, "code": code}).encode()
+                body = json.dumps(
+                    value if code < 300 else {"kind": "Status", "message": value, "code": code}
+                ).encode()
                 self.send_response(code)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
@@ -486,7 +595,9 @@ class Api:
                         "compiler",
                         "platform",
                     )
-                    return self.answer({"major": "1", "minor": api.minor, **dict.fromkeys(names, "x")})
+                    return self.answer(
+                        {"major": "1", "minor": api.minor, **dict.fromkeys(names, "x")}
+                    )
                 if path == "/apis":
                     groups = [version.split("/") for version in api.kinds if "/" in version]
                     one = [
@@ -505,8 +616,14 @@ class Api:
                         {"name": n, "kind": k, "namespaced": k != "Namespace", **about}
                         for k, n in api.kinds[version].items()
                     ]
-                    return self.answer({"kind": "APIResourceList", "groupVersion": version, "resources": found})
-                return self.answer(api.objects[path]) if path in api.objects else self.answer(f"{path} not found", 404)
+                    return self.answer(
+                        {"kind": "APIResourceList", "groupVersion": version, "resources": found}
+                    )
+                return (
+                    self.answer(api.objects[path])
+                    if path in api.objects
+                    else self.answer(f"{path} not found", 404)
+                )
 
             def do_PATCH(self):
                 path, _, query = self.path.partition("?")
@@ -521,7 +638,9 @@ class Api:
                 self.answer(body)
 
             def do_DELETE(self):
-                api.sent.append((self.path, "", "DELETE", api.objects.pop(self.path.partition("?")[0])))
+                api.sent.append(
+                    (self.path, "", "DELETE", api.objects.pop(self.path.partition("?")[0]))
+                )
                 self.answer({"kind": "Status", "status": "Success"})
 
             def log_message(self, *_):
@@ -585,7 +704,9 @@ def test_what_is_sent_is_what_was_rendered(api, target):
 def test_a_job_that_is_there_already_is_left_alone(api):
     deploy_kubernetes(*CASES["builtin"], submit=True)
     count = len(api.sent)
-    with pytest.raises(ConfigError, match="kubectl delete job opt-tiny-0-5000 --namespace multigpu-ft"):
+    with pytest.raises(
+        ConfigError, match="kubectl delete job opt-tiny-0-5000 --namespace multigpu-ft"
+    ):
         deploy_kubernetes(*CASES["builtin"], submit=True)
     assert len(api.sent) == count, "nothing of it was sent"
     del api.objects["/apis/batch/v1/namespaces/multigpu-ft/jobs/opt-tiny-0-5000"]
@@ -594,7 +715,9 @@ def test_a_job_that_is_there_already_is_left_alone(api):
     assert anew == ["opt-tiny-0-5000", "opt-tiny-0-5000-env"], "what is immutable"
     assert (
         '"learning_rate": 0.0001'
-        in api.objects["/api/v1/namespaces/multigpu-ft/configmaps/opt-tiny-0-5000"]["data"]["cfg.json"]
+        in api.objects["/api/v1/namespaces/multigpu-ft/configmaps/opt-tiny-0-5000"]["data"][
+            "cfg.json"
+        ]
     )
 
 
@@ -606,7 +729,10 @@ def test_what_a_cluster_refuses_is_told(api):
     ):
         deploy_kubernetes(*CASES["builtin"], submit=True)
     api.refused, api.lost = {}, "NetworkPolicy"
-    with pytest.raises(ConfigError, match="did not answer to NetworkPolicy opt-tiny-0-5000-node: .* Sent before: Name"):
+    with pytest.raises(
+        ConfigError,
+        match="did not answer to NetworkPolicy opt-tiny-0-5000-node: .* Sent before: Name",
+    ):
         deploy_kubernetes(*CASES["builtin"], submit=True)
     api.refused, api.lost = {"Namespace": ("namespaces is forbidden", 403)}, None
     deployed = deploy_kubernetes(*CASES["builtin"], submit=True)
@@ -628,7 +754,9 @@ def test_a_cluster_without_kubeflow(api):
 def test_no_cluster_and_no_client(tmp_path, monkeypatch):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("KUBECONFIG", kubeconfig(tmp_path, f"http://127.0.0.1:{held.getsockname()[1]}"))
+        monkeypatch.setenv(
+            "KUBECONFIG", kubeconfig(tmp_path, f"http://127.0.0.1:{held.getsockname()[1]}")
+        )
         with pytest.raises(ConfigError, match="cannot be reached"):
             deploy_kubernetes(*CASES["builtin"], submit=True)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -654,10 +782,16 @@ def test_the_command_deploy(api, tmp_path):
         and api.sent == []
     )
     done = multigpu_ft(*words, "--submit", cwd=tmp_path, KUBECONFIG=os.environ["KUBECONFIG"])
-    assert done.returncode == 0 and f"sent to {api.url}" in done.stdout and len(api.sent) == 14, done.stderr
+    assert done.returncode == 0 and f"sent to {api.url}" in done.stdout and len(api.sent) == 14, (
+        done.stderr
+    )
     (tmp_path / "cfg.json").write_text('{"strat_idx": 0}')
     done = multigpu_ft(*words, cwd=tmp_path)
-    assert done.returncode != 0 and "did you mean 'start_idx'?" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode != 0
+        and "did you mean 'start_idx'?" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert (
         "deploy takes the place first, and 'mars' is none: kubernetes"
         in multigpu_ft("deploy", "mars", cwd=tmp_path).stderr
@@ -666,13 +800,18 @@ def test_the_command_deploy(api, tmp_path):
 
 def test_the_example():
     deployed = deploy_kubernetes(
-        RunConfig(**json.loads((NBS / "examples/cfg.json").read_text())), NBS / "examples/resources.yaml"
+        RunConfig(**json.loads((NBS / "examples/cfg.json").read_text())),
+        NBS / "examples/resources.yaml",
     )
     assert violations(deployed.manifests) == []
 
 
 DOCKERFILE = (REPO / "Dockerfile").read_text().replace("\\\n", " ")
-LINES = [line.split(maxsplit=1) for line in DOCKERFILE.splitlines() if line.strip() and not line.startswith("#")]
+LINES = [
+    line.split(maxsplit=1)
+    for line in DOCKERFILE.splitlines()
+    if line.strip() and not line.startswith("#")
+]
 
 
 def test_the_image():
@@ -685,10 +824,16 @@ def test_the_image():
     assert users[-1] == f"{_USER}:{_USER}", (
         "the user that the pods run as, by number: a cluster cannot know that a name is not root"
     )
-    assert not [rest for word, rest in LINES if word in ("ARG", "ENV") and re.search("TOKEN|SECRET|PASSW|KEY", rest)]
+    assert not [
+        rest
+        for word, rest in LINES
+        if word in ("ARG", "ENV") and re.search("TOKEN|SECRET|PASSW|KEY", rest)
+    ]
     assert not [rest for word, rest in LINES if word == "ADD"] and "constraints.txt" in DOCKERFILE
     copied = [rest for word, rest in LINES[last:] if word == "COPY"]
-    assert all("--from=" in rest for rest in copied), "of the sources nothing is in the image, only what was installed"
+    assert all("--from=" in rest for rest in copied), (
+        "of the sources nothing is in the image, only what was installed"
+    )
     ignored = (REPO / ".dockerignore").read_text().split()
     assert ignored[0] == "*", "what is sent to the build is what is named"
 

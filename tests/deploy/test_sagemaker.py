@@ -16,11 +16,19 @@ from multigpu_ft.run.run_dir import RunDir
 
 REGION, ROLE, S3 = "eu-central-1", "SageMakerRole", "s3://bucket/ft"
 TRUST = {
-    "Statement": [{"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}],
+    "Statement": [
+        {
+            "Effect": "Allow",
+            "Principal": {"Service": "sagemaker.amazonaws.com"},
+            "Action": "sts:AssumeRole",
+        }
+    ],
     "Version": "2012-10-17",
 }
 missing = [
-    name for name in ("sagemaker.train", "moto.server") if importlib.util.find_spec(name.partition(".")[0]) is None
+    name
+    for name in ("sagemaker.train", "moto.server")
+    if importlib.util.find_spec(name.partition(".")[0]) is None
 ]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed")
 
@@ -55,7 +63,9 @@ def aws(tmp_path_factory):
             "SAGEMAKER_VALIDATE_ROLE": "false",  # what a role may do cannot be asked of moto; whether there is one can
         }.items():
             patch.setenv(name, value)
-        boto3.client("s3").create_bucket(Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": REGION})
+        boto3.client("s3").create_bucket(
+            Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": REGION}
+        )
         boto3.client("iam").create_role(RoleName=ROLE, AssumeRolePolicyDocument=json.dumps(TRUST))
         yield boto3
     server.stop()
@@ -75,13 +85,18 @@ def sent(monkeypatch):
 
     told = []
     monkeypatch.setattr(SageMakerResponse, "create_training_job", record)
-    monkeypatch.setattr(telemetry_logging, "_send_telemetry_request", lambda *event: told.append(event))
+    monkeypatch.setattr(
+        telemetry_logging, "_send_telemetry_request", lambda *event: told.append(event)
+    )
     yield bodies
     assert not told
 
 
 def keys(aws):
-    return [item["Key"] for item in aws.client("s3").list_objects_v2(Bucket="bucket").get("Contents", [])]
+    return [
+        item["Key"]
+        for item in aws.client("s3").list_objects_v2(Bucket="bucket").get("Contents", [])
+    ]
 
 
 def equal_as_far_as_told(told, sent, found):
@@ -91,8 +106,12 @@ def equal_as_far_as_told(told, sent, found):
             if name in ("TrainingJobName", "RoleArn"):
                 assert value in there[name]
             elif name == "InputDataConfig":
-                channels = {channel["ChannelName"]: channel["DataSource"] for channel in there[name]}
-                assert all(channels[channel["ChannelName"]] == channel["DataSource"] for channel in value)
+                channels = {
+                    channel["ChannelName"]: channel["DataSource"] for channel in there[name]
+                }
+                assert all(
+                    channels[channel["ChannelName"]] == channel["DataSource"] for channel in value
+                )
             elif isinstance(value, dict):
                 assert value.items() <= there[name].items(), name
             else:
@@ -130,11 +149,16 @@ def test_the_job_is_what_was_shown_and_nothing_is_sent_before(aws, sent):
         found["CheckpointConfig"] == {"S3Uri": f"{S3}/runs", "LocalPath": "/opt/ml/checkpoints"}
         and found["EnableManagedSpotTraining"] is True
     )
-    assert found["StoppingCondition"] == {"MaxRuntimeInSeconds": 43200, "MaxWaitTimeInSeconds": 86400}
+    assert found["StoppingCondition"] == {
+        "MaxRuntimeInSeconds": 43200,
+        "MaxWaitTimeInSeconds": 86400,
+    }
     assert found["AlgorithmSpecification"]["TrainingImage"].endswith(
         f".dkr.ecr.{REGION}.amazonaws.com/pytorch-training:2.10-gpu-py313"
     )
-    channels = {c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"] for c in found["InputDataConfig"]}
+    channels = {
+        c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"] for c in found["InputDataConfig"]
+    }
     assert channels["dataset"] == "s3://bucket/data/abstracts.jsonl" and channels.keys() == {
         "dataset",
         "code",
@@ -151,7 +175,10 @@ def test_the_job_is_what_was_shown_and_nothing_is_sent_before(aws, sent):
         aws.client("s3").get_object(Bucket="bucket", Key=f"{drivers}/{name}")["Body"].read()
         for name in ("sm_train.sh", "sourcecode.json")
     )
-    assert b"torchrun_driver.py" in started and json.loads(source)["entry_script"] == "sagemaker_run.py"
+    assert (
+        b"torchrun_driver.py" in started
+        and json.loads(source)["entry_script"] == "sagemaker_run.py"
+    )
     assert sent[0]["Environment"] == {"MULTIGPU_FT_SECRET_ARN": secret} and len(sent) == 1
 
     from sagemaker.train.container_drivers.scripts.environment import deserialize_hyperparameters
@@ -183,16 +210,18 @@ def test_several_machines_share_a_file_system(aws, sent):
     )
     found = aws.client("sagemaker").describe_training_job(TrainingJobName=job.name)
     equal_as_far_as_told(job.request, sent[0], found)
-    runs = next(c for c in found["InputDataConfig"] if c["ChannelName"] == "runs")["DataSource"]["FileSystemDataSource"]
+    runs = next(c for c in found["InputDataConfig"] if c["ChannelName"] == "runs")["DataSource"][
+        "FileSystemDataSource"
+    ]
     assert runs == {
         "FileSystemId": "fs-0123456789abcdef0",
         "FileSystemType": "FSxLustre",
         "DirectoryPath": "/scratch/ft",
         "FileSystemAccessMode": "rw",
     }
-    assert found["HyperParameters"]["run_root"] == "/opt/ml/input/data/runs" and found["VpcConfig"]["Subnets"] == [
-        "subnet-1"
-    ]
+    assert found["HyperParameters"]["run_root"] == "/opt/ml/input/data/runs" and found["VpcConfig"][
+        "Subnets"
+    ] == ["subnet-1"]
     assert found["ResourceConfig"]["InstanceCount"] == 2 and "CheckpointConfig" not in job.request
 
 
@@ -256,7 +285,10 @@ def test_the_entry_trains_and_goes_on_after_an_interruption(aws, tmp_path):
     data = tmp_path / "inputs" / "texts.jsonl"
     data.parent.mkdir()
     data.write_text(
-        "".join(json.dumps({"text": f"text {i}: " + "one and another word " * 9}) + "\n" for i in range(64))
+        "".join(
+            json.dumps({"text": f"text {i}: " + "one and another word " * 9}) + "\n"
+            for i in range(64)
+        )
     )
     arn = aws.client("secretsmanager").create_secret(
         Name="ft", SecretString=json.dumps({"HF_TOKEN": "hf_" + "x" * 30})
@@ -278,7 +310,9 @@ def test_the_entry_trains_and_goes_on_after_an_interruption(aws, tmp_path):
     (tmp_path / "code" / "sagemaker_run.py").write_text(
         "from multigpu_ft.deploy.sagemaker_entry import main\n\nmain()\n"
     )
-    told = deserialize_hyperparameters({**job.request["HyperParameters"], "run_root": str(tmp_path / "checkpoints")})
+    told = deserialize_hyperparameters(
+        {**job.request["HyperParameters"], "run_root": str(tmp_path / "checkpoints")}
+    )
     environ = {"SM_CHANNEL_DATASET": str(data.parent), **job.request["Environment"]}
     start_as_sagemaker_does(tmp_path, told, **environ)
     run_dir = RunDir(tmp_path / "checkpoints" / job.config.run_name)
@@ -289,14 +323,18 @@ def test_the_entry_trains_and_goes_on_after_an_interruption(aws, tmp_path):
         and [m["step"] for m in run_dir.metrics()] == [1, 2]
         and status["resumed_from"] is None
     )
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        p.name for p in (tmp_path / "model").iterdir()
+    }
     assert "hf_x" not in "".join(p.read_text(errors="ignore") for p in run_dir.path.rglob("*.json"))
 
     (run_dir.path / "status.json").write_text(
         json.dumps({**status, "state": "running"})
     )  # as an interruption leaves it
     start_as_sagemaker_does(tmp_path, {**told, "max_steps": 4}, **environ)
-    assert [m["step"] for m in run_dir.metrics()] == [1, 2, 3, 4] and run_dir.status()["state"] == "done"
+    assert [m["step"] for m in run_dir.metrics()] == [1, 2, 3, 4] and run_dir.status()[
+        "state"
+    ] == "done"
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1, "the same directory"
 
 
@@ -321,7 +359,9 @@ def test_sigterm_stops_in_order_and_the_next_start_goes_on(tmp_path):
     }
     command = [sys.executable, "-c", "from multigpu_ft.deploy.sagemaker_entry import main; main()"]
     run_dir = RunDir(tmp_path / "checkpoints" / "mine")
-    process = subprocess.Popen(command, env={**env, "SM_HPS": json.dumps(told), "MASTER_PORT": str(free_port())})
+    process = subprocess.Popen(
+        command, env={**env, "SM_HPS": json.dumps(told), "MASTER_PORT": str(free_port())}
+    )
     try:
         until(lambda: len(run_dir.metrics()) >= 2, 200, "two steps")
         process.terminate()
@@ -329,11 +369,20 @@ def test_sigterm_stops_in_order_and_the_next_start_goes_on(tmp_path):
     finally:
         process.kill()
     reached = run_dir.status()["step"]
-    assert run_dir.status()["state"] == "stopped" and reached >= 2 and not (tmp_path / "config.json").exists()
-    env |= {"SM_HPS": json.dumps({**told, "max_steps": reached + 2}), "MASTER_PORT": str(free_port())}
+    assert (
+        run_dir.status()["state"] == "stopped"
+        and reached >= 2
+        and not (tmp_path / "config.json").exists()
+    )
+    env |= {
+        "SM_HPS": json.dumps({**told, "max_steps": reached + 2}),
+        "MASTER_PORT": str(free_port()),
+    }
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert [m["step"] for m in run_dir.metrics()] == list(range(1, reached + 3)) and (tmp_path / "config.json").exists()
+    assert [m["step"] for m in run_dir.metrics()] == list(range(1, reached + 3)) and (
+        tmp_path / "config.json"
+    ).exists()
 
 
 def test_a_mistake_ends_every_rank_with_its_reason(tmp_path):
@@ -356,9 +405,14 @@ def test_a_secret_that_does_not_do_is_told_without_its_value(aws):
     from multigpu_ft.deploy.sagemaker_entry import take_secrets
 
     client = aws.client("secretsmanager")
-    good = client.create_secret(Name="good", SecretString=json.dumps({"WANDB_API_KEY": "k" * 40, "other": "o"}))["ARN"]
+    good = client.create_secret(
+        Name="good", SecretString=json.dumps({"WANDB_API_KEY": "k" * 40, "other": "o"})
+    )["ARN"]
     assert take_secrets(good) == {"WANDB_API_KEY": "k" * 40}
-    for name, text in (("plain", "very-secret"), ("other", json.dumps({"PASSWORD": "very-secret"}))):
+    for name, text in (
+        ("plain", "very-secret"),
+        ("other", json.dumps({"PASSWORD": "very-secret"})),
+    ):
         with pytest.raises(ConfigError, match="HF_TOKEN") as error:
             take_secrets(client.create_secret(Name=name, SecretString=text)["ARN"])
         assert "very-secret" not in str(error.value)

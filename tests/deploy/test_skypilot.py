@@ -39,7 +39,9 @@ def load(folder, *flags):
         timeout=200,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("READ "))[5:])
+    return json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("READ "))[5:]
+    )
 
 
 def fake(path, script):
@@ -66,14 +68,19 @@ def test_skypilot_reads_a_task_of_two_nodes_and_finds_a_machine(tmp_path):
         and read["machine"] == "p5.48xlarge"
         and read["strategy_known"]
     )
-    assert read["job_recovery"] == {"strategy": "FAILOVER", "max_restarts_on_errors": 0, "recover_on_exit_codes": [75]}
+    assert read["job_recovery"] == {
+        "strategy": "FAILOVER",
+        "max_restarts_on_errors": 0,
+        "recover_on_exit_codes": [75],
+    }
     assert (
         read["secrets"] == ["HF_TOKEN", "WANDB_API_KEY"]
         and read["volumes"] == {"/runs": "ft"}
         and read["launch"]["entrypoint"] == ["task.yaml"]
     )
     assert (
-        read["file_mounts"] == {"/inputs/dataset/a.jsonl": "s3://bucket/data/a.jsonl"} and read["storage_mounts"] == {}
+        read["file_mounts"] == {"/inputs/dataset/a.jsonl": "s3://bucket/data/a.jsonl"}
+        and read["storage_mounts"] == {}
     )
     assert (
         (read["run"], read["setup"]) == (task.task["run"], task.task["setup"])
@@ -81,7 +88,11 @@ def test_skypilot_reads_a_task_of_two_nodes_and_finds_a_machine(tmp_path):
         and read["launch"]["yes"]
     )
     there = RunConfig(**json.loads((tmp_path / "job" / "config.json").read_text()))
-    assert there == task.config and there.run_root == "/runs" and there.dataset == "/inputs/dataset/a.jsonl"
+    assert (
+        there == task.config
+        and there.run_root == "/runs"
+        and there.dataset == "/inputs/dataset/a.jsonl"
+    )
 
 
 def test_skypilot_reads_a_task_with_a_bucket(tmp_path):
@@ -109,9 +120,15 @@ def test_the_command_of_each_node(tmp_path, code):
     task = deploy_skypilot(RunConfig(), "/mnt/shared", num_nodes=2)
     fake(tmp_path / "multigpu_ft_env" / "bin" / "multigpu-ft", f'printf "%s\\n" "$@"; exit {code}')
     for rank in ("0", "1"):
-        told = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": rank, "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+        told = {
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_RANK": rank,
+            "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        }
         env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **told}
-        done = subprocess.run(["bash", "-c", task.task["run"]], env=env, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            ["bash", "-c", task.task["run"]], env=env, capture_output=True, text=True, timeout=20
+        )
         assert done.returncode == code and not done.stderr
         assert done.stdout.split() == [
             "train",
@@ -146,12 +163,17 @@ def test_what_is_packed_can_be_installed_and_starts(tmp_path):
         timeout=100,
         cwd=tmp_path,
     )
-    assert done.returncode == 0 and "multigpu-ft train --preset tiny" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and "multigpu-ft train --preset tiny" in done.stdout, done.stderr[
+        -2000:
+    ]
 
 
 def test_submitting_hands_over_the_names_of_secrets(tmp_path, monkeypatch):
     there = "ls code/multigpu_ft/training/trainer.py config.json; printenv SKYPILOT_DISABLE_USAGE_COLLECTION"
-    fake(tmp_path / "sky", f'set -e; printf "%s\\n" "$@" > {tmp_path}/said; cat task.yaml >> {tmp_path}/said; {there}')
+    fake(
+        tmp_path / "sky",
+        f'set -e; printf "%s\\n" "$@" > {tmp_path}/said; cat task.yaml >> {tmp_path}/said; {there}',
+    )
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)

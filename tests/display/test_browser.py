@@ -41,7 +41,8 @@ def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
     here = place()
     notebook = make_notebook(
         here.folder / "form.ipynb",
-        IMPORTS + "f = form(RunConfig(run_root='runs', packing='padded', save_every=50, nproc=1))\nf",
+        IMPORTS
+        + "f = form(RunConfig(run_root='runs', packing='padded', save_every=50, nproc=1))\nf",
         IMPORTS + "run = Run.attach('runs/mine')",
         IMPORTS + "runs('runs')",
         IMPORTS + "again = launch(Run('runs/mine').config.replace(run_name='again', max_steps=5))",
@@ -75,7 +76,9 @@ def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
     page.wait_for_text(re.compile(r"opt-tiny_0-4000-step-\d+ \("), 10, 1)
     page.screenshots(shots, "stopped", page.output(1))
     page.run_cell(3, wait=90)
-    page.wait_for_text(re.compile(r"continues from checkpoint opt-tiny_0-4000-step-\d+ of mine"), 10, 3)
+    page.wait_for_text(
+        re.compile(r"continues from checkpoint opt-tiny_0-4000-step-\d+ of mine"), 10, 3
+    )
     page.run_cell(2)
     page.wait_for_text("again", 5, 2)
     page.screenshots(shots, "runs", page.output(2))
@@ -85,7 +88,11 @@ def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
 def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank):
     here = place("dark", **failing_rank)
     page = here.open(
-        make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(2)})", "'the next cell ran'")
+        make_notebook(
+            here.folder / "a.ipynb",
+            IMPORTS + f"run = launch({LONG.format(2)})",
+            "'the next cell ran'",
+        )
     )
     page.run_all(wait=0)
     page.wait_for_text("failed", 60, 0)
@@ -93,7 +100,9 @@ def test_a_failure_is_red_and_names_its_cause(place, shots, failing_rank):
     page.wait(20)
     details = page.output(0).locator("details")
     assert details.count() == 1 and not details.evaluate("e => e.open")
-    assert page.output(1).inner_text() == "" if page.output(1).count() else True, "the cell after it did not run"
+    assert page.output(1).inner_text() == "" if page.output(1).count() else True, (
+        "the cell after it did not run"
+    )
     page.screenshots(shots, "failed", page.output(0).locator(".jp-OutputArea-child").nth(1))
     details.locator("summary").click()
     page.wait_for_text("Traceback of rank 1", 5, 0)
@@ -108,7 +117,9 @@ def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
     here = place()
     attach = IMPORTS + "run = Run.attach(runs('runs')[-1].dir.path)"
     start = IMPORTS + f"run = launch({LONG.format(1)}, wait=False, detach=True)"
-    page = here.open(make_notebook(here.folder / "a.ipynb", start, IMPORTS + "runs('runs')", attach))
+    page = here.open(
+        make_notebook(here.folder / "a.ipynb", start, IMPORTS + "runs('runs')", attach)
+    )
     page.run_cell(0)
     running(here.folder / "runs")
     page.restart_kernel()
@@ -126,7 +137,10 @@ def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
     page.run_cell(0)
     run_dir = running(here.folder / "runs")
     page.restart_kernel()
-    for pid in [json.loads((run_dir / "status.json").read_text())["pids"]["agent"], *ranks(run_dir)]:
+    for pid in [
+        json.loads((run_dir / "status.json").read_text())["pids"]["agent"],
+        *ranks(run_dir),
+    ]:
         os.kill(pid, signal.SIGKILL)
     until(lambda: not processes(here.folder / "runs"), 5, "killed")
     page.run_cell(1)
@@ -140,7 +154,11 @@ def test_a_detached_run_is_found_again_alive_killed_or_gone(place, shots):
 def test_stopped_by_its_button_while_the_cell_waits(place, shots):
     here = place()
     page = here.open(
-        make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)})", "print('then', run.state)")
+        make_notebook(
+            here.folder / "a.ipynb",
+            IMPORTS + f"run = launch({LONG.format(1)})",
+            "print('then', run.state)",
+        )
     )
     page.run_all(wait=0)
     page.wait_for_text(re.compile(r"step [1-9]\d* of 2,000"), 60, 0)
@@ -159,7 +177,9 @@ def test_stopped_by_its_button_while_the_cell_waits(place, shots):
 @pytest.mark.slow
 def test_the_classic_notebook_shows_the_panel_and_interrupts(place, shots):
     here = place(app="nbclassic")
-    page = here.open(make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)})"))
+    page = here.open(
+        make_notebook(here.folder / "a.ipynb", IMPORTS + f"run = launch({LONG.format(1)})")
+    )
     page.run_cell(0, wait=0)
     page.wait_for_text(re.compile(r"step [1-9]\d* of 2,000"), 60)
     until(lambda: points(page) > 5, 30, "a curve")

@@ -19,7 +19,11 @@ STRATEGIES = ("ddp", "fsdp", *(way["strategy"] for way in WAYS))
 @pytest.fixture(scope="module")
 def server(material):
     started = faults.Server(
-        material / "model", "accelerate", "deepspeed", "peft", "transformers.models.bert.modeling_bert"
+        material / "model",
+        "accelerate",
+        "deepspeed",
+        "peft",
+        "transformers.models.bert.modeling_bert",
     )
     yield started
     started.close()
@@ -51,7 +55,9 @@ def first_halves(tmp_path_factory, server):
     root = tmp_path_factory.mktemp("halves")
 
     def run(name, **settings):
-        cfg = faults.config(models, root / name, **{"model": str(models / "opt"), "save_every": None, **settings})
+        cfg = faults.config(
+            models, root / name, **{"model": str(models / "opt"), "save_every": None, **settings}
+        )
         return Run(server.finish(cfg))
 
     whole = run("whole", strategy="ddp")
@@ -65,14 +71,18 @@ def first_halves(tmp_path_factory, server):
 @pytest.mark.parametrize(
     "one, other",
     [
-        pair if pair in (("ddp", "zero1"), ("fsdp", "zero3"), ("zero3", "fsdp"), ("zero2", "ddp")) else slow(*pair)
+        pair
+        if pair in (("ddp", "zero1"), ("fsdp", "zero3"), ("zero3", "fsdp"), ("zero2", "ddp"))
+        else slow(*pair)
         for pair in itertools.permutations(STRATEGIES, 2)
         if "zero" in "".join(pair)
     ],
 )
 def test_a_checkpoint_of_one_strategy_goes_on_under_another(first_halves, one, other):
     run, expected, halves = first_halves
-    second = run(f"{one}-{other}", strategy=other, resume_file=str(halves[one].dir.checkpoints()[-1]))
+    second = run(
+        f"{one}-{other}", strategy=other, resume_file=str(halves[one].dir.checkpoints()[-1])
+    )
     losses = [m["loss"] for m in (*halves[one].metrics, *second.metrics)]
     assert second.state == "done" and losses == pytest.approx(expected, rel=1e-5)
 
@@ -81,16 +91,23 @@ def test_a_checkpoint_of_one_strategy_goes_on_under_another(first_halves, one, o
 def test_two_ranks_go_on_as_one(first_halves, stage):
     run, expected, halves = first_halves
     second = run(
-        f"one-{stage}", strategy=f"zero{stage}", nproc=1, resume_file=str(halves[f"zero{stage}"].dir.checkpoints()[-1])
+        f"one-{stage}",
+        strategy=f"zero{stage}",
+        nproc=1,
+        resume_file=str(halves[f"zero{stage}"].dir.checkpoints()[-1]),
     )
-    assert [m["loss"] for m in second.metrics] == pytest.approx(expected[len(expected) // 2 :], rel=1e-5)
+    assert [m["loss"] for m in second.metrics] == pytest.approx(
+        expected[len(expected) // 2 :], rel=1e-5
+    )
 
 
 def test_moments_in_8_bit_are_not_taken_for_others(first_halves, server):
     run, _, _ = first_halves
     eight = run("eight", strategy="ddp", num_epochs=1, optimizer="adamw_8bit")
     refused = run("refused", strategy="zero2", resume_file=str(eight.dir.checkpoints()[-1]))
-    assert refused.status["state"] != "done" and "use resume_scope='weights'" in error_of(refused.dir)
+    assert refused.status["state"] != "done" and "use resume_scope='weights'" in error_of(
+        refused.dir
+    )
 
 
 def test_exports_are_the_trained_model(first_halves):
@@ -103,21 +120,34 @@ def test_exports_are_the_trained_model(first_halves):
 
 
 @pytest.mark.parametrize(
-    "architecture, tuning", [("opt", "lora"), slow("opt", "qlora"), ("bert", "full"), slow("bert", "lora")]
+    "architecture, tuning",
+    [("opt", "lora"), slow("opt", "qlora"), ("bert", "full"), slow("bert", "lora")],
 )
-def test_adapters_and_labels_are_trained_as_under_ddp(first_halves, server, tmp_path, architecture, tuning):
+def test_adapters_and_labels_are_trained_as_under_ddp(
+    first_halves, server, tmp_path, architecture, tuning
+):
     models = adapters.Path(first_halves[2]["ddp"].config.model).parent
     found = {}
     for strategy in ("ddp", "zero2", "zero3"):
         if (strategy, tuning) == ("zero3", "qlora"):
             continue
-        evaluated = {"eval_dataset": str(models / "texts.jsonl"), "eval_every": 4} if architecture == "bert" else {}
+        evaluated = (
+            {"eval_dataset": str(models / "texts.jsonl"), "eval_every": 4}
+            if architecture == "bert"
+            else {}
+        )
         run = Run(
-            server.finish(adapters.config(models, tmp_path / strategy, architecture, tuning, strategy, **evaluated))
+            server.finish(
+                adapters.config(
+                    models, tmp_path / strategy, architecture, tuning, strategy, **evaluated
+                )
+            )
         )
         assert run.state == "done", run.logs(0)[-2000:]
         load_export(run.status["export"])
-        found[strategy] = [m["loss"] for m in run.metrics] + [m["eval_loss"] for m in run.metrics if "eval_loss" in m]
+        found[strategy] = [m["loss"] for m in run.metrics] + [
+            m["eval_loss"] for m in run.metrics if "eval_loss" in m
+        ]
     for losses in found.values():
         assert losses == pytest.approx(found["ddp"], rel=1e-5)
 
@@ -146,9 +176,9 @@ def test_what_else_can_be_set(first_halves, settings):
 def test_half_precision_is_that_of_ddp(first_halves, stage, dtype, tolerance):
     run, expected, _ = first_halves
     found = run(f"{dtype}-{stage}", strategy=f"zero{stage}", dtype=dtype)
-    assert [m["loss"] for m in found.metrics] == pytest.approx(expected, rel=tolerance) and found.status[
-        "skipped_steps"
-    ] == 0
+    assert [m["loss"] for m in found.metrics] == pytest.approx(
+        expected, rel=tolerance
+    ) and found.status["skipped_steps"] == 0
 
 
 def test_ones_own_deepspeed_json(first_halves, tmp_path):
@@ -179,7 +209,9 @@ def test_ones_own_deepspeed_json(first_halves, tmp_path):
     assert [m["loss"] for m in found.metrics] == pytest.approx(expected, rel=1e-5)
     path.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": "large"}}))
     failed = run("wrong", strategy="zero2", deepspeed_config=str(path))
-    assert failed.status["state"] != "done" and "zero_optimization.reduce_bucket_size='large'" in error_of(failed.dir)
+    assert failed.status[
+        "state"
+    ] != "done" and "zero_optimization.reduce_bucket_size='large'" in error_of(failed.dir)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +224,10 @@ def test_ones_own_deepspeed_json(first_halves, tmp_path):
         ({"zero_optimization": {"reduce_bucket": 1}}, "did you mean 'reduce_bucket_size'"),
         ({"fp16": True}, "no object"),
         ([], "holds a list"),
-        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients is not used by this package"),
+        (
+            {"zero_optimization": {"round_robin_gradients": True}},
+            "round_robin_gradients is not used by this package",
+        ),
         ({"zero_optimization": {"cpu_offload": True}}, "remove it"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "summed in fp32"),
         ({"train_batch_size": 7}, "= 8"),
@@ -207,7 +242,11 @@ def test_a_json_that_contradicts_is_refused_before_anything_starts(tmp_path, set
     with pytest.raises(ConfigError, match="deepspeed_config") as error:
         launch(
             RunConfig(
-                strategy="zero2", dtype="fp32", nproc=2, deepspeed_config=str(path), run_root=str(tmp_path / "runs")
+                strategy="zero2",
+                dtype="fp32",
+                nproc=2,
+                deepspeed_config=str(path),
+                run_root=str(tmp_path / "runs"),
             )
         )
     assert said in str(error.value) and not (tmp_path / "runs").exists()
@@ -218,22 +257,31 @@ def test_the_json_travels_with_the_run(tmp_path):
     path.write_text('{"zero_optimization": {"overlap_comm": false}}')
     run = launch(
         RunConfig(
-            strategy="zero1", deepspeed_config=str(path), run_root=str(tmp_path / "runs"), end_idx=60, max_steps=2
+            strategy="zero1",
+            deepspeed_config=str(path),
+            run_root=str(tmp_path / "runs"),
+            end_idx=60,
+            max_steps=2,
         ),
         wait=False,
     )
     path.unlink()
-    assert run.wait().state == "done" and json.loads(run.config.deepspeed_config)["zero_optimization"] == {
-        "overlap_comm": False
-    }
+    assert run.wait().state == "done" and json.loads(run.config.deepspeed_config)[
+        "zero_optimization"
+    ] == {"overlap_comm": False}
 
 
 @pytest.mark.parametrize("package", ["deepspeed", "accelerate"])
 def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch, package):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == package else find(name, *rest),
+    )
     with pytest.raises(
-        ConfigError, match=rf"needs {package}, which is not installed: pip install 'multigpu_ft\[deepspeed\]'"
+        ConfigError,
+        match=rf"needs {package}, which is not installed: pip install 'multigpu_ft\[deepspeed\]'",
     ):
         launch(RunConfig(strategy="zero2", run_root=str(tmp_path / "runs")))
     assert not (tmp_path / "runs").exists()
@@ -279,10 +327,12 @@ def test_the_estimate_has_the_shares_that_were_measured():
             for name in ("parameters", "gradients", "optimizer"):
                 most[name] = max(most.get(name, 0), peak["categories"][name] / found["parameters"])
         held[strategy] = most
-    assert held["zero1"]["optimizer"] == held["zero2"]["optimizer"] == pytest.approx(4 + 2, rel=0.01)
-    assert held["zero3"]["optimizer"] == pytest.approx(4, rel=0.01) and held["zero3"]["parameters"] == pytest.approx(
-        2 + 2, rel=0.01
+    assert (
+        held["zero1"]["optimizer"] == held["zero2"]["optimizer"] == pytest.approx(4 + 2, rel=0.01)
     )
+    assert held["zero3"]["optimizer"] == pytest.approx(4, rel=0.01) and held["zero3"][
+        "parameters"
+    ] == pytest.approx(2 + 2, rel=0.01)
     assert held["zero1"]["gradients"] >= 4 and held["zero2"]["gradients"] == held["zero3"][
         "gradients"
     ] == pytest.approx(2, rel=0.01)

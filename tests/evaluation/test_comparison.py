@@ -15,7 +15,15 @@ from PIL import Image
 from scipy import stats
 
 from multigpu_ft.data.labels import scores
-from multigpu_ft.evaluation.comparison import BETTER, NO_DIFFERENCE, WORSE, Compared, Comparison, Measured, Scores
+from multigpu_ft.evaluation.comparison import (
+    BETTER,
+    NO_DIFFERENCE,
+    WORSE,
+    Compared,
+    Comparison,
+    Measured,
+    Scores,
+)
 from multigpu_ft.evaluation.report import Evaluation
 from multigpu_ft.evaluation.statistics import (
     _student,
@@ -35,14 +43,18 @@ def made_up(n=400, falls=(0.2,), dataset="abstracts.jsonl", start=5000, seed=0, 
     each = [base, *(base - fall * rng.gamma(4, 0.25, n) + rng.normal(0, 0.1, n) for fall in falls)]
     names = names or ["base", *(f"c{i}" for i in range(1, len(falls) + 1))]
     losses = {name: targets * e for name, e in zip(names, each, strict=True)}
-    return Scores(dataset, start, start + n, np.arange(start, start + n), targets + 1, targets, losses)
+    return Scores(
+        dataset, start, start + n, np.arange(start, start + n), targets + 1, targets, losses
+    )
 
 
 def evaluation(folder, scored, forgetting=None, trained=(), samples=(), **about):
     "An `Evaluation` of `scored`; the i-th model after the base was trained on the first i of the ranges `trained`."
     ledger = [{"start_idx": start, "end_idx": end, "epochs": 1} for start, end in trained]
     models = [{"name": name, "trained": ledger[:i]} for i, name in enumerate(scored.losses)]
-    return Evaluation(Measured("causal-lm", models, scored, forgetting, list(samples), about=about), folder)
+    return Evaluation(
+        Measured("causal-lm", models, scored, forgetting, list(samples), about=about), folder
+    )
 
 
 def classified(n=600, right=(0.55, 0.8), labels=3, seed=0):
@@ -50,10 +62,21 @@ def classified(n=600, right=(0.55, 0.8), labels=3, seed=0):
     truth = rng.integers(0, labels, n)
     wrong = (truth + rng.integers(1, labels, n)) % labels
     predicted = {
-        name: np.where(rng.random(n) < share, truth, wrong) for name, share in zip(("base", "new"), right, strict=True)
+        name: np.where(rng.random(n) < share, truth, wrong)
+        for name, share in zip(("base", "new"), right, strict=True)
     }
     losses = {"base": rng.gamma(3, 0.33, n), "new": rng.gamma(2, 0.28, n)}
-    return Scores("dev.tsv", 0, n, np.arange(n), rng.integers(5, 60, n), np.ones(n, int), losses, truth, predicted)
+    return Scores(
+        "dev.tsv",
+        0,
+        n,
+        np.arange(n),
+        rng.integers(5, 60, n),
+        np.ones(n, int),
+        losses,
+        truth,
+        predicted,
+    )
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -72,15 +95,23 @@ def test_mcnemar_is_the_exact_binomial_test():
     ]
     for gained, lost in tables:
         expected = stats.binomtest(int(gained), int(gained + lost)).pvalue if gained + lost else 1.0
-        assert mcnemar(int(gained), int(lost)) == pytest.approx(expected, rel=1e-7, abs=1e-300), (gained, lost)
+        assert mcnemar(int(gained), int(lost)) == pytest.approx(expected, rel=1e-7, abs=1e-300), (
+            gained,
+            lost,
+        )
 
 
 def test_quantiles_and_wilson():
     for n in (10, 11, 30, 400, 100_000):
         assert _student(n - 1) == pytest.approx(stats.t.ppf(0.975, n - 1), abs=1e-4)
-        assert _tail(n) == pytest.approx(stats.norm.cdf(np.sqrt(n / (n - 1)) * stats.t.ppf(0.025, n - 1)), abs=1e-5)
+        assert _tail(n) == pytest.approx(
+            stats.norm.cdf(np.sqrt(n / (n - 1)) * stats.t.ppf(0.025, n - 1)), abs=1e-5
+        )
     for hits, n in ((0, 5), (5, 5), (30, 40), (700, 872)):
-        found, expected = share_estimate(hits, n), stats.binomtest(hits, n).proportion_ci(method="wilson")
+        found, expected = (
+            share_estimate(hits, n),
+            stats.binomtest(hits, n).proportion_ci(method="wilson"),
+        )
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
@@ -101,7 +132,9 @@ def test_columns_do_not_depend_on_each_other_nor_on_how_many_are_drawn_at_once(m
         return np.array([(e.value, e.low, e.high) for e in ratio_estimates(values, weights)])
 
     together = numbers(values)
-    assert np.allclose(numbers(values[:, 1:2]), together[1:2]) and np.allclose(numbers(10 * values), 10 * together)
+    assert np.allclose(numbers(values[:, 1:2]), together[1:2]) and np.allclose(
+        numbers(10 * values), 10 * together
+    )
     monkeypatch.setattr("multigpu_ft.evaluation.statistics._AT_ONCE", 777)
     assert np.allclose(numbers(values), together)
 
@@ -114,7 +147,9 @@ def simulation():
     return intervals
 
 
-@pytest.mark.parametrize("shape", ["equal_lengths", "gain_grows_with_length", "skewed", "loss_of_a_model"])
+@pytest.mark.parametrize(
+    "shape", ["equal_lengths", "gain_grows_with_length", "skewed", "loss_of_a_model"]
+)
 def test_intervals_hold_what_they_say(simulation, shape):
     "300 data sets of 40 texts: a share of 95% is counted to ±1.3 points. bench/results/intervals.json has 1,000 and more shapes."
     found = simulation.coverage(shape, 40, 300, draws=1000)
@@ -135,10 +170,14 @@ def test_the_recorded_simulation_holds_what_it_promises():
 
 def test_a_constant_change_and_a_single_changed_text():
     tokens = np.random.default_rng(0).integers(5, 500, 100).astype(float)
-    [same], [constant] = ratio_estimates(np.zeros((100, 1)), tokens), ratio_estimates(-0.2 * tokens[:, None], tokens)
-    assert (same.value, same.low, same.high) == (0, 0, 0) and (constant.low, constant.high) == pytest.approx(
-        (-0.2, -0.2)
+    [same], [constant] = (
+        ratio_estimates(np.zeros((100, 1)), tokens),
+        ratio_estimates(-0.2 * tokens[:, None], tokens),
     )
+    assert (same.value, same.low, same.high) == (0, 0, 0) and (
+        constant.low,
+        constant.high,
+    ) == pytest.approx((-0.2, -0.2))
     single = np.zeros((100, 1))
     single[3] = -50
     [one] = ratio_estimates(single, tokens)
@@ -146,7 +185,9 @@ def test_a_constant_change_and_a_single_changed_text():
         "one text of 100 is no evidence"
     )
     giant = np.where(np.arange(100) == 0, 1e9, 1.0)
-    [pulled] = ratio_estimates(-0.2 * giant[:, None] * np.random.default_rng(1).gamma(2, 1, (100, 1)), giant)
+    [pulled] = ratio_estimates(
+        -0.2 * giant[:, None] * np.random.default_rng(1).gamma(2, 1, (100, 1)), giant
+    )
     assert np.isfinite([pulled.low, pulled.high]).all()
 
 
@@ -160,7 +201,10 @@ def verdict(scored, names=None, task="causal-lm"):
 def changed(scored, change):
     "`scored` with the base's losses, changed by a function, as those of a second model."
     return Scores(
-        **{**vars(scored), "losses": {"base": scored.losses["base"], "new": change(scored.losses["base"].copy())}}
+        **{
+            **vars(scored),
+            "losses": {"base": scored.losses["base"], "new": change(scored.losses["base"].copy())},
+        }
     )
 
 
@@ -172,7 +216,10 @@ def test_identical_models_differ_in_nothing():
         and "same on every example" in same.text
     )
     truth = classified()
-    twice = {kind: dict.fromkeys(truth.losses, getattr(truth, kind)["base"]) for kind in ("losses", "predicted")}
+    twice = {
+        kind: dict.fromkeys(truth.losses, getattr(truth, kind)["base"])
+        for kind in ("losses", "predicted")
+    }
     same = verdict(Scores(**{**vars(truth), **twice}), task="classification")
     assert same.verdict == NO_DIFFERENCE and same.p_value == 1 and same.gained == same.lost == 0
 
@@ -180,7 +227,9 @@ def test_identical_models_differ_in_nothing():
 def test_rounding_is_no_difference():
     for factor in (1 - 1e-7, 1 + 1e-5):
         found = verdict(changed(made_up(), lambda base, factor=factor: base * factor))
-        assert found.verdict == NO_DIFFERENCE and found.loss.excludes_zero and "rounding" in found.text
+        assert (
+            found.verdict == NO_DIFFERENCE and found.loss.excludes_zero and "rounding" in found.text
+        )
     assert verdict(changed(made_up(), lambda base: base * 0.999)).verdict == BETTER
 
 
@@ -216,7 +265,10 @@ def test_losses_that_are_no_numbers(tmp_path):
         record["sets"]["target"] | {"examples": 48, "left_out": 2} == record["sets"]["target"]
         and record["verdict"] == BETTER
     )
-    assert "loss" not in record["models"][1]["target"] and record["models"][1]["target"]["not_finite"] == 1
+    assert (
+        "loss" not in record["models"][1]["target"]
+        and record["models"][1]["target"]["not_finite"] == 1
+    )
     assert (
         record["models"][1]["target"]["to_base"]["verdict"] == WORSE
         and record["models"][2]["target"]["to_previous"]["verdict"] == NO_DIFFERENCE
@@ -228,7 +280,11 @@ def test_losses_that_are_no_numbers(tmp_path):
     diverged = made_up(50)
     diverged.losses["c1"][:] = np.nan
     found = evaluation(tmp_path, diverged)
-    assert found.save()["verdict"] == WORSE and "not finite on 50 of 50" in found.text and len(found.rows(3)) == 3
+    assert (
+        found.save()["verdict"] == WORSE
+        and "not finite on 50 of 50" in found.text
+        and len(found.rows(3)) == 3
+    )
     diverged.losses["base"][:] = np.inf
     assert evaluation(tmp_path, diverged).verdict == NO_DIFFERENCE
 
@@ -237,7 +293,11 @@ def test_what_must_not_be_overlooked_is_shouted(tmp_path):
     scored = made_up(400, (0.1, 0.2), start=1900)
     slices, about = (
         ((0, 1000), (1000, 2000)),
-        {"adapter_active": False, "trained_dataset": "abstracts.jsonl", "remarks": ["The base was cut."]},
+        {
+            "adapter_active": False,
+            "trained_dataset": "abstracts.jsonl",
+            "remarks": ["The base was cut."],
+        },
     )
     found = evaluation(tmp_path, scored, trained=slices, **about)
     assert (
@@ -251,7 +311,12 @@ def test_what_must_not_be_overlooked_is_shouted(tmp_path):
         and record["remarks"][0] == "The base was cut."
         and "newest of 2 models" in record["remarks"][-1]
     )
-    for about in ({"trained_dataset": "other.jsonl"}, {}, {"adapter_active": True}, {"adapter_active": None}):
+    for about in (
+        {"trained_dataset": "other.jsonl"},
+        {},
+        {"adapter_active": True},
+        {"adapter_active": None},
+    ):
         assert not evaluation(tmp_path, scored, trained=slices, **about).compared.warnings
 
 
@@ -262,31 +327,59 @@ def test_forgetting_is_called_so(tmp_path):
         (0.1, "etter on wiki too: the loss falls"),
     ):
         found = evaluation(tmp_path, made_up(), made_up(300, (fall,), "wiki", 0, seed=2))
-        assert found.compared.forgetting_line[1:].startswith(words) and words in found.compared.summary
-        assert found.verdict == BETTER and found.record()["forgetting"] == found.compared.forgetting_line
+        assert (
+            found.compared.forgetting_line[1:].startswith(words) and words in found.compared.summary
+        )
+        assert (
+            found.verdict == BETTER
+            and found.record()["forgetting"] == found.compared.forgetting_line
+        )
 
 
 def test_a_classifier_is_judged_by_its_answers(tmp_path):
     scored = classified()
     found = Evaluation(
-        Measured("classification", [{"name": "base"}, {"name": "new"}], scored, label_names=["a", "b", "c"]), tmp_path
+        Measured(
+            "classification",
+            [{"name": "base"}, {"name": "new"}],
+            scored,
+            label_names=["a", "b", "c"],
+        ),
+        tmp_path,
     )
     record = found.save()
     new = record["models"][1]["target"]
     confusion = np.zeros((3, 3))
     np.add.at(confusion, (scored.labels, scored.predicted["new"]), 1)
-    assert record["verdict"] == BETTER and (new["accuracy"]["value"], new["f1"]) == tuple(scores(confusion).values())
+    assert record["verdict"] == BETTER and (new["accuracy"]["value"], new["f1"]) == tuple(
+        scores(confusion).values()
+    )
     right = {name: predicted == scored.labels for name, predicted in scored.predicted.items()}
-    assert new["to_base"]["gained"] == (right["new"] & ~right["base"]).sum() and new["to_base"]["p_value"] < 1e-9
-    assert new["to_base"]["accuracy"]["value"] == pytest.approx(right["new"].mean() - right["base"].mean())
     assert (
-        "McNemar" in found.text and "perplexity" not in found.text and (tmp_path / "evaluation_confusion.png").exists()
+        new["to_base"]["gained"] == (right["new"] & ~right["base"]).sum()
+        and new["to_base"]["p_value"] < 1e-9
+    )
+    assert new["to_base"]["accuracy"]["value"] == pytest.approx(
+        right["new"].mean() - right["base"].mean()
+    )
+    assert (
+        "McNemar" in found.text
+        and "perplexity" not in found.text
+        and (tmp_path / "evaluation_confusion.png").exists()
     )
     one_more = Evaluation(
-        Measured("classification", [{"name": "base"}, {"name": "new"}], classified(right=(0.7, 0.71))), tmp_path
+        Measured(
+            "classification", [{"name": "base"}, {"name": "new"}], classified(right=(0.7, 0.71))
+        ),
+        tmp_path,
     )
-    assert one_more.verdict == NO_DIFFERENCE and one_more.compared.target.newest.to_base.loss.excludes_zero
-    assert share_difference(0, 0, 50).high > 0.01, "nothing changed among 50 texts: that one in 50 does is possible"
+    assert (
+        one_more.verdict == NO_DIFFERENCE
+        and one_more.compared.target.newest.to_base.loss.excludes_zero
+    )
+    assert share_difference(0, 0, 50).high > 0.01, (
+        "nothing changed among 50 texts: that one in 50 does is possible"
+    )
 
 
 def test_accuracy_and_loss_that_disagree_are_remarked():
@@ -314,7 +407,10 @@ HOSTILE = [
     },
     {"prompt": "a long line", "texts": {"base": "x" * 10_000, "c2": "<" * 10_000}},
     {"prompt": "one is missing", "texts": {"c2": ""}},
-    *({"prompt": f"number {i}", "texts": {"base": "&" * 3000, "c2": '"' * 3000}} for i in range(100)),
+    *(
+        {"prompt": f"number {i}", "texts": {"base": "&" * 3000, "c2": '"' * 3000}}
+        for i in range(100)
+    ),
 ]
 
 
@@ -349,23 +445,32 @@ def test_the_json_is_strict_and_complete(saved):
         and len(record["samples"]) == len(HOSTILE)
     )
     assert (
-        record["verdict"] == BETTER and record["settings"]["nothing"] is None and record["settings"]["draws"] == 10_000
+        record["verdict"] == BETTER
+        and record["settings"]["nothing"] is None
+        and record["settings"]["draws"] == 10_000
     )
-    for kept, name in ((found.compared.target, "target"), (found.compared.forgetting, "forgetting")):
+    for kept, name in (
+        (found.compared.target, "target"),
+        (found.compared.forgetting, "forgetting"),
+    ):
         for model, result in zip(record["models"], kept.results, strict=True):
             assert model[name]["loss"]["value"] == result.loss.value and model[name]["perplexity"][
                 "high"
             ] == pytest.approx(np.exp(result.loss.high))
-    assert [model["texts_seen"] for model in record["models"]] == [0, 1000, 2000] and record["by_length"][0]["change"][
-        "value"
-    ] < 0
+    assert [model["texts_seen"] for model in record["models"]] == [0, 1000, 2000] and record[
+        "by_length"
+    ][0]["change"]["value"] < 0
     assert {p.name for p in found.folder.iterdir()} == {*record["files"], "evaluation.json"}
 
 
 def test_the_page_needs_nothing_and_runs_nothing(saved):
     found, _ = saved
     page = (found.folder / "evaluation.html").read_bytes().decode()
-    assert len(page) < 600_000 and "cut here" in page and re.search(r"\d+ more in evaluation.json", page)
+    assert (
+        len(page) < 600_000
+        and "cut here" in page
+        and re.search(r"\d+ more in evaluation.json", page)
+    )
     links = r'(src|href)="(?!data:image/png;base64,)'
     for outside in (
         r"<script",
@@ -394,9 +499,9 @@ def test_the_csv_has_every_example(saved):
     assert len((found.folder / "evaluation_forgetting_rows.csv").read_text().splitlines()) == 301
     gained = found.rows(3)
     changes = (scored.losses["c2"] - scored.losses["base"]) / scored.targets
-    assert [r["change"] for r in gained] == pytest.approx([*np.sort(changes)[:3], *np.sort(changes)[-3:]]) and gained[
-        0
-    ]["row"] == scored.rows[changes.argmin()]
+    assert [r["change"] for r in gained] == pytest.approx(
+        [*np.sort(changes)[:3], *np.sort(changes)[-3:]]
+    ) and gained[0]["row"] == scored.rows[changes.argmin()]
 
 
 def test_pictures_are_pictures(saved):
@@ -404,7 +509,10 @@ def test_pictures_are_pictures(saved):
     assert list(found.pictures) == ["loss", "slices", "differences", "lengths"]
     for name, png in found.pictures.items():
         assert (found.folder / f"evaluation_{name}.png").read_bytes() == png and len(png) < 60_000
-        assert Image.open(BytesIO(png)).size[0] > 900 and len(Image.open(BytesIO(png)).getcolors()) > 10
+        assert (
+            Image.open(BytesIO(png)).size[0] > 900
+            and len(Image.open(BytesIO(png)).getcolors()) > 10
+        )
 
 
 def test_saving_again_replaces_all_of_it(tmp_path):
@@ -429,9 +537,14 @@ def test_saving_again_replaces_all_of_it(tmp_path):
 
 
 def test_many_models_and_odd_names(tmp_path):
-    names = ["base", *(f"checkpoint $x_{i}^2$ with a name that is {'very ' * 10}long" for i in range(30))]
+    names = [
+        "base",
+        *(f"checkpoint $x_{i}^2$ with a name that is {'very ' * 10}long" for i in range(30)),
+    ]
     found = evaluation(
-        tmp_path, made_up(40, [0.01 * i for i in range(30)], names=names), trained=[(i, i + 1) for i in range(30)]
+        tmp_path,
+        made_up(40, [0.01 * i for i in range(30)], names=names),
+        trained=[(i, i + 1) for i in range(30)],
     )
     assert max(map(len, found.pictures.values())) < 80_000 and found.text.count("\n") > 30
     alone = evaluation(tmp_path, made_up(40, ()))
@@ -465,11 +578,15 @@ def test_the_page_in_a_browser(saved, browser_there, shots, scheme):
         dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
         ink = [
             int(v)
-            for v in re.findall(r"\d+", page.evaluate("getComputedStyle(document.querySelector('td')).color"))[:3]
+            for v in re.findall(
+                r"\d+", page.evaluate("getComputedStyle(document.querySelector('td')).color")
+            )[:3]
         ]
         assert dark == (scheme == "dark") and (sum(ink) > 500) == dark
         assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 900)")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 1100, "nothing is wider than the page"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1100, (
+            "nothing is wider than the page"
+        )
         page.screenshot(path=shots / f"evaluation-{scheme}.png", full_page=True)
         browser.close()
     assert not said and all(url.startswith(("file://", "data:image/png")) for url in asked)

@@ -38,7 +38,10 @@ def trained(material, tmp_path_factory):
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} </s> {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
     shutil.copytree(material / "model", root / "talker")
     tokenizer.save_pretrained(root / "talker")
-    lines = [json.loads(line)["text"].split() for line in (material / "texts.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["text"].split()
+        for line in (material / "texts.jsonl").read_text().splitlines()
+    ]
     chats = [
         {
             "messages": [
@@ -55,11 +58,22 @@ def trained(material, tmp_path_factory):
         "full": {"save_every": 4},
         "lora": {**adapter, "merge_adapter": True},
         "labels": {**adapter, "task": "classification"},
-        "chat": {**adapter, "task": "chat", "model": str(root / "talker"), "dataset": str(root / "chats.jsonl")},
+        "chat": {
+            **adapter,
+            "task": "chat",
+            "model": str(root / "talker"),
+            "dataset": str(root / "chats.jsonl"),
+        },
     }
     runs = {}
     for name, changes in settings.items():
-        common = {"end_idx": TRAINED, "num_epochs": 1, "learning_rate": 1e-2, "keep": 3, "run_name": name}
+        common = {
+            "end_idx": TRAINED,
+            "num_epochs": 1,
+            "learning_rate": 1e-2,
+            "keep": 3,
+            "run_name": name,
+        }
         runs[name] = server.finish(faults.config(material, root / "runs", **{**common, **changes}))
         assert runs[name].status()["state"] == "done", runs[name].log_file(0).read_text()[-2000:]
     server.close()
@@ -69,7 +83,13 @@ def trained(material, tmp_path_factory):
 def plan(run, checkpoint=None, **settings):
     subjects = find_subjects([run], checkpoint, None)
     newest = subjects[-1]
-    return Plan(newest.config, subjects, held_out_rows(subjects)[0], label_names=newest.label_names, **settings)
+    return Plan(
+        newest.config,
+        subjects,
+        held_out_rows(subjects)[0],
+        label_names=newest.label_names,
+        **settings,
+    )
 
 
 def by_hand(model, tokenizer, cfg, rows, label_names=None):
@@ -79,14 +99,25 @@ def by_hand(model, tokenizer, cfg, rows, label_names=None):
     for row in rows:
         with torch.no_grad():
             if cfg.task == "classification":
-                made = tokenizer(row["text"], truncation=True, max_length=cfg.max_length, return_tensors="pt")
-                logits = model(**{k: v for k, v in made.items() if k in ("input_ids", "attention_mask")}).logits
-                found.append(F.cross_entropy(logits, torch.tensor([label_names.index(str(row["label"]))])).item())
+                made = tokenizer(
+                    row["text"], truncation=True, max_length=cfg.max_length, return_tensors="pt"
+                )
+                logits = model(
+                    **{k: v for k, v in made.items() if k in ("input_ids", "attention_mask")}
+                ).logits
+                found.append(
+                    F.cross_entropy(
+                        logits, torch.tensor([label_names.index(str(row["label"]))])
+                    ).item()
+                )
                 predicted.append(logits.argmax().item())
                 continue
             if cfg.task == "chat":
                 text = tokenize_chats([row["messages"]], tokenizer, cfg.max_length)[0]
-                ids, learnt = torch.from_numpy(text.ids.astype(np.int64)), torch.from_numpy(text.loss_mask)
+                ids, learnt = (
+                    torch.from_numpy(text.ids.astype(np.int64)),
+                    torch.from_numpy(text.loss_mask),
+                )
             else:
                 ids = tokenizer(row["text"])["input_ids"]
                 ids = torch.tensor([*ids, tokenizer.eos_token_id][: cfg.max_length])
@@ -113,7 +144,9 @@ def test_losses_are_those_of_plain_transformers(trained, kind, alone):
         )
     else:
         base = AutoModelForCausalLM.from_pretrained(cfg.model)
-    assert measured.target.rows.tolist() == list(range(TRAINED, TRAINED + HELD_OUT)), "each example once"
+    assert measured.target.rows.tolist() == list(range(TRAINED, TRAINED + HELD_OUT)), (
+        "each example once"
+    )
     newest = made.subjects[0].name
     for name, model in (("base", base), (newest, tuned)):
         expected, predicted = by_hand(model, tokenizer, cfg, rows_of(cfg), names)
@@ -121,7 +154,9 @@ def test_losses_are_those_of_plain_transformers(trained, kind, alone):
         assert kind != "labels" or measured.target.predicted[name].tolist() == predicted
     assert measured.about["activity"][newest]["differing_examples"] > 0.9
     assert measured.about["adapter_active"] is (None if kind == "full" else True)
-    assert len(measured.samples) == (kind != "labels") and all(len(sample["texts"]) == 2 for sample in measured.samples)
+    assert len(measured.samples) == (kind != "labels") and all(
+        len(sample["texts"]) == 2 for sample in measured.samples
+    )
     if kind == "chat":
         asked = {row["messages"][0]["content"] for row in rows_of(cfg)}
         assert any(measured.samples[0]["prompt"].endswith(words) for words in asked), (
@@ -129,7 +164,8 @@ def test_losses_are_those_of_plain_transformers(trained, kind, alone):
         )
     if kind == "labels":
         assert (
-            "no head for labels" in measured.about["remarks"][0] and measured.target.targets.tolist() == [1] * HELD_OUT
+            "no head for labels" in measured.about["remarks"][0]
+            and measured.target.targets.tolist() == [1] * HELD_OUT
         )
 
 
@@ -141,7 +177,9 @@ def test_several_checkpoints_and_the_export(trained, alone):
     assert measured.models[-1]["trained"][0]["end_idx"] == TRAINED
     export = score(plan(run))
     newest = measured.target.losses[names[-1]]
-    assert np.array_equal(export.target.losses[names[-1]], newest), "it has the newest checkpoint's weights"
+    assert np.array_equal(export.target.losses[names[-1]], newest), (
+        "it has the newest checkpoint's weights"
+    )
     means = [measured.target.losses[name].sum() for name in names]
     assert means[-1] < means[1] < means[0]
 
@@ -158,9 +196,9 @@ def test_ranks_agree_and_share_the_work(trained, alone, tmp_path):
             forgetting=named_rows(run.config(), dataset="builtin:python-docs", end_idx=15),
         )
     )
-    assert {sample["texts"].keys() == here.target.losses.keys() for sample in here.samples} == {True} and len(
-        here.samples
-    ) == 3
+    assert {sample["texts"].keys() == here.target.losses.keys() for sample in here.samples} == {
+        True
+    } and len(here.samples) == 3
     for strategy in ("auto", "fsdp"):
         there = evaluate(
             run,
@@ -172,11 +210,18 @@ def test_ranks_agree_and_share_the_work(trained, alone, tmp_path):
             batch_size=3,
             **settings,
         ).measured
-        assert there.about["world_size"] == 2 and there.about["strategy"] == ("fsdp" if strategy == "fsdp" else "whole")
+        assert there.about["world_size"] == 2 and there.about["strategy"] == (
+            "fsdp" if strategy == "fsdp" else "whole"
+        )
         for mine, theirs in ((here.target, there.target), (here.forgetting, there.forgetting)):
-            assert np.array_equal(mine.rows, theirs.rows) and np.array_equal(mine.targets, theirs.targets)
+            assert np.array_equal(mine.rows, theirs.rows) and np.array_equal(
+                mine.targets, theirs.targets
+            )
             for name, losses in mine.losses.items():
-                assert np.abs(losses - theirs.losses[name]).max() < 1e-5 * max(1, losses.max()), (strategy, name)
+                assert np.abs(losses - theirs.losses[name]).max() < 1e-5 * max(1, losses.max()), (
+                    strategy,
+                    name,
+                )
         if strategy == "auto":
             assert there.samples == here.samples, "the same random numbers, whoever draws them"
         else:
@@ -201,12 +246,17 @@ def test_an_adapter_in_the_weights_is_the_same_model(trained, alone):
 
 def test_an_adapter_that_does_nothing_is_found(trained, alone, tmp_path):
     cfg = trained["lora"].config()
-    add_adapter(cfg, AutoModelForCausalLM.from_pretrained(cfg.model)).save_pretrained(tmp_path / "idle")
+    add_adapter(cfg, AutoModelForCausalLM.from_pretrained(cfg.model)).save_pretrained(
+        tmp_path / "idle"
+    )
     subject = export_subject(tmp_path / "idle")
     assert subject.config.model == cfg.model, "its own configuration tells the base"
     both = [*find_subjects([trained["lora"]], None, None), subject]
     measured = score(Plan(cfg, both, named_rows(cfg, start_idx=TRAINED)))
-    assert measured.about["adapter_active"] is False and "every B is zero" in measured.about["remarks"][0]
+    assert (
+        measured.about["adapter_active"] is False
+        and "every B is zero" in measured.about["remarks"][0]
+    )
     assert [said["active"] for said in measured.about["activity"].values()] == [True, False]
 
 
@@ -218,7 +268,9 @@ def test_an_export_without_its_run_knows_base_and_data(trained, alone, tmp_path,
         if kind == "full":
             with pytest.raises(ConfigError, match="name that with base="):
                 export_subject(tmp_path / kind)
-        subject = export_subject(tmp_path / kind, base=trained[kind].config().model if kind == "full" else None)
+        subject = export_subject(
+            tmp_path / kind, base=trained[kind].config().model if kind == "full" else None
+        )
         rows, why = held_out_rows([subject])
         inside = plan(trained[kind])
         assert (
@@ -226,8 +278,13 @@ def test_an_export_without_its_run_knows_base_and_data(trained, alone, tmp_path,
             and (rows.start_idx, rows.end_idx) == (TRAINED, TRAINED + HELD_OUT)
             and "after all trained" in why
         )
-        here, there = score(Plan(subject.config, [subject], rows, label_names=subject.label_names)), score(inside)
-        for found, expected in zip(here.target.losses.values(), there.target.losses.values(), strict=True):
+        here, there = (
+            score(Plan(subject.config, [subject], rows, label_names=subject.label_names)),
+            score(inside),
+        )
+        for found, expected in zip(
+            here.target.losses.values(), there.target.losses.values(), strict=True
+        ):
             assert np.abs(found - expected).max() < 1e-5
 
 
@@ -241,11 +298,17 @@ def test_a_checkpoint_without_its_run(trained, alone, tmp_path, monkeypatch):
     assert subjects[0].run is None
     measured, inside = (
         score(
-            Plan(subjects[0].config.replace(max_length=32), subjects, held_out_rows(subjects)[0].replace(max_length=32))
+            Plan(
+                subjects[0].config.replace(max_length=32),
+                subjects,
+                held_out_rows(subjects)[0].replace(max_length=32),
+            )
         ),
         score(plan(run)),
     )
-    assert np.abs(measured.target.losses[moved.name] - inside.target.losses[moved.name]).max() < 1e-5
+    assert (
+        np.abs(measured.target.losses[moved.name] - inside.target.losses[moved.name]).max() < 1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +337,8 @@ def test_what_does_not_belong_together_is_told(trained, alone, tmp_path):
     subjects = find_subjects([trained["full"]], None, None)
     rows = named_rows(trained["full"].config(), start_idx=TRAINED)
     with pytest.raises(
-        CheckpointError, match="trained on the tokens of another tokenizer than that of builtin:opt-tiny"
+        CheckpointError,
+        match="trained on the tokens of another tokenizer than that of builtin:opt-tiny",
     ):
         score(Plan(RunConfig(max_length=32), subjects, rows))
     (tmp_path / "plain.jsonl").write_text('{"text": "w1 w2"}\n' * 4)
@@ -300,14 +364,28 @@ def test_what_does_not_belong_together_is_told(trained, alone, tmp_path):
 def test_the_recipe_under_papermill(trained, tmp_path):
     few = ("-p", "samples", 1, "-p", "max_new_tokens", 4)
     done = papermill(
-        NBS / "evaluate.ipynb", tmp_path / "out.ipynb", "-p", "run", trained["lora"].path, *few, cwd=tmp_path
+        NBS / "evaluate.ipynb",
+        tmp_path / "out.ipynb",
+        "-p",
+        "run",
+        trained["lora"].path,
+        *few,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report = trained["lora"].path / "report"
-    assert json.loads((report / "evaluation.json").read_text())["verdict"] in ("better", "worse", "no difference shown")
+    assert json.loads((report / "evaluation.json").read_text())["verdict"] in (
+        "better",
+        "worse",
+        "no difference shown",
+    )
     assert (report / "evaluation.html").exists() and list(report.glob("*.png"))
-    wrong = papermill(NBS / "evaluate.ipynb", tmp_path / "wrong.ipynb", "-p", "run", "runs/nothing", cwd=tmp_path)
-    assert wrong.returncode != 0 and "no run directory or folder of runs there" in outputs(tmp_path / "wrong.ipynb")
+    wrong = papermill(
+        NBS / "evaluate.ipynb", tmp_path / "wrong.ipynb", "-p", "run", "runs/nothing", cwd=tmp_path
+    )
+    assert wrong.returncode != 0 and "no run directory or folder of runs there" in outputs(
+        tmp_path / "wrong.ipynb"
+    )
 
 
 def test_the_command(trained, tmp_path, monkeypatch, capsys):
@@ -315,7 +393,9 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     common = ["--samples", "0", "--nproc", "1", "--json", "--folder", str(tmp_path / "report")]
-    monkeypatch.setattr(sys, "argv", ["multigpu-ft", "evaluate", str(trained["labels"].path), *common])
+    monkeypatch.setattr(
+        sys, "argv", ["multigpu-ft", "evaluate", str(trained["labels"].path), *common]
+    )
     main()
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["verdict"] and said["folder"] == str(tmp_path / "report")
@@ -326,7 +406,10 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
 
 def test_several_runs_are_a_series(trained):
     folder = trained["full"].path.parent
-    assert {run.name for run in find_runs(f"{folder / 'full'},{folder / 'lora'}")} == {"full", "lora"}
+    assert {run.name for run in find_runs(f"{folder / 'full'},{folder / 'lora'}")} == {
+        "full",
+        "lora",
+    }
     with pytest.raises(ConfigError, match="no base in common"):
         evaluate([trained["full"], trained["labels"]])
 
@@ -353,4 +436,7 @@ def test_on_a_gpu_in_half_precision(material, tuning, run_root):
         "qlora": "4bit",
         "lora8bit": "8bit",
     }.get(tuning, "none")
-    assert measured.target.losses[measured.models[1]["name"]].sum() < measured.target.losses["base"].sum()
+    assert (
+        measured.target.losses[measured.models[1]["name"]].sum()
+        < measured.target.losses["base"].sum()
+    )

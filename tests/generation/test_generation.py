@@ -33,11 +33,24 @@ def make_models(folder):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    names = ["<s>", "<pad>", "</s>", "<unk>", "user:", "assistant:", "system:", *(f"w{i}" for i in range(WORDS))]
+    names = [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        "user:",
+        "assistant:",
+        "system:",
+        *(f"w{i}" for i in range(WORDS)),
+    ]
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=raw,
+        bos_token="<s>",
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )
     common = {
         "vocab_size": len(names),
@@ -51,7 +64,10 @@ def make_models(folder):
     kinds = {
         "opt": ("opt", {**common, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
         "qwen3": ("qwen3", qwen3),
-        "sliding": ("qwen3", {**qwen3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+        "sliding": (
+            "qwen3",
+            {**qwen3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        ),
     }
     for name, (kind, settings) in kinds.items():
         torch.manual_seed(1)
@@ -62,7 +78,10 @@ def make_models(folder):
         tokenizer.save_pretrained(folder / name)
     rng = random.Random(0)
     rows = [
-        {"question": " ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randint(1, 30))), "answer": i % 3}
+        {
+            "question": " ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randint(1, 30))),
+            "answer": i % 3,
+        }
         for i in range(40)
     ]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -76,7 +95,12 @@ def models(tmp_path_factory):
 
 def asked(models, name="opt", **settings):
     common = {"num_questions": 12, "num_sequences_per_question": 5, "max_new_tokens": 40}
-    return {"model": str(models / name), "dataset": str(models / "questions.jsonl"), **common, **settings}
+    return {
+        "model": str(models / name),
+        "dataset": str(models / "questions.jsonl"),
+        **common,
+        **settings,
+    }
 
 
 @pytest.mark.slow
@@ -120,7 +144,8 @@ def test_logits_have_the_same_bits_on_every_rank(models):
             ]
         found = [None] * world.size
         dist.all_gather_object(
-            found, (mine, repr(model.generation_config), {p.data_ptr() % 64 for p in model.parameters()})
+            found,
+            (mine, repr(model.generation_config), {p.data_ptr() % 64 for p in model.parameters()}),
         )
         return found
 
@@ -150,11 +175,19 @@ def test_greedy_is_what_transformers_generates(models, tmp_path):
         )
         for record in answers:
             text = tokenizer.apply_chat_template(
-                record["messages"][:1], chat_template=PLAIN_CHAT, tokenize=False, add_generation_prompt=True
+                record["messages"][:1],
+                chat_template=PLAIN_CHAT,
+                tokenize=False,
+                add_generation_prompt=True,
             )
             ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-            made = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=1)[0, ids.shape[1] :].tolist()
-            assert record["messages"][-1]["content"] == tokenizer.decode(made, skip_special_tokens=True).strip()
+            made = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=1)[
+                0, ids.shape[1] :
+            ].tolist()
+            assert (
+                record["messages"][-1]["content"]
+                == tokenizer.decode(made, skip_special_tokens=True).strip()
+            )
             assert record["completion_tokens"] == len(made) and record["finish_reason"] == (
                 "stop" if made[-1] == 2 else "length"
             )
@@ -164,10 +197,22 @@ def test_greedy_is_what_transformers_generates(models, tmp_path):
 
 def start(models, output, **settings):
     words = [
-        word for key, value in asked(models, **settings).items() for word in (f"--{key.replace('_', '-')}", str(value))
+        word
+        for key, value in asked(models, **settings).items()
+        for word in (f"--{key.replace('_', '-')}", str(value))
     ]
     return subprocess.Popen(
-        [BIN / "multigpu-ft", "generate", *words, "--output", output, "--batch-size", "16", "--nproc", "2"],
+        [
+            BIN / "multigpu-ft",
+            "generate",
+            *words,
+            "--output",
+            output,
+            "--batch-size",
+            "16",
+            "--nproc",
+            "2",
+        ],
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -194,7 +239,11 @@ def kill_often(models, folder, kills, sequences):
             start(models, output, num_questions=40, num_sequences_per_question=sequences),
         )
         try:
-            until(lambda b=before, r=running: len(lines(output)) > b or r.poll() is not None, 120, "an answer")
+            until(
+                lambda b=before, r=running: len(lines(output)) > b or r.poll() is not None,
+                120,
+                "an answer",
+            )
             time.sleep(rng.uniform(0, 1.0))
             victims = processes(output.with_name(output.name + ".run"))
             early += running.poll() is not None
@@ -204,9 +253,15 @@ def kill_often(models, folder, kills, sequences):
         except ProcessLookupError:
             pass
         running.communicate()
-        until(lambda: not processes(output.with_name(output.name + ".run")), 30, "the end of its processes")
+        until(
+            lambda: not processes(output.with_name(output.name + ".run")),
+            30,
+            "the end of its processes",
+        )
         lost.append(len(lines(output)) - before)
-    said = start(models, output, num_questions=40, num_sequences_per_question=sequences).communicate()[0]
+    said = start(
+        models, output, num_questions=40, num_sequences_per_question=sequences
+    ).communicate()[0]
     return {
         "kills": kills,
         "after_its_end": early,
@@ -234,19 +289,37 @@ def test_stopped_and_gone_on_with(models, tmp_path):
     until(RunDir(tmp_path / "a.jsonl.run").metrics, 120, "a line about the speed")
     running.send_signal(signal.SIGTERM)
     said = running.communicate()[0]
-    assert running.returncode == 75 and "the same call again makes the rest" in said and not output.exists()
-    assert RunDir(tmp_path / "a.jsonl.run").status()["state"] == "stopped" and not processes(tmp_path)
+    assert (
+        running.returncode == 75
+        and "the same call again makes the rest" in said
+        and not output.exists()
+    )
+    assert RunDir(tmp_path / "a.jsonl.run").status()["state"] == "stopped" and not processes(
+        tmp_path
+    )
     before = len(lines(output))
     answers = generate(
-        **asked(models, num_questions=40, num_sequences_per_question=300), output=output, nproc=1, batch_size=64
+        **asked(models, num_questions=40, num_sequences_per_question=300),
+        output=output,
+        nproc=1,
+        batch_size=64,
     )
-    assert answers.state == "done" and len(answers) == 12000 and answers.about["made"] == 12000 - before
+    assert (
+        answers.state == "done"
+        and len(answers) == 12000
+        and answers.about["made"] == 12000 - before
+    )
 
 
 @pytest.mark.slow
 def test_what_cannot_be_asked_is_counted(models, tmp_path):
     file = tmp_path / "q.jsonl"
-    rows = [{"question": "w1 w2"}, {"question": "  "}, {"question": "w3 " * 95}, {"question": "w4 " * 80, "id": "long"}]
+    rows = [
+        {"question": "w1 w2"},
+        {"question": "  "},
+        {"question": "w3 " * 95},
+        {"question": "w4 " * 80, "id": "long"},
+    ]
     rows.append({"messages": [{"role": "user", "content": "w5"}]})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {**asked(models), "dataset": str(file), "num_questions": None, "nproc": 1}
@@ -263,7 +336,10 @@ def test_what_cannot_be_asked_is_counted(models, tmp_path):
         and "they fill the 96 positions of the model (row 2)" in said
     )
     assert "5 sequences have fewer than max_new_tokens=40 positions left" in said
-    assert "failed on 5 of 15 answers" in said and "KeyError: 'solution' (test_generation.py, line" in said
+    assert (
+        "failed on 5 of 15 answers" in said
+        and "KeyError: 'solution' (test_generation.py, line" in said
+    )
     assert (
         {r["question_id"] for r in answers} == {0, 4}
         and [r["reward"] for r in answers] == [0.5, 0.75, 1.0] * 2
@@ -271,7 +347,9 @@ def test_what_cannot_be_asked_is_counted(models, tmp_path):
     )
     again = generate(**settings, reward=lambda record, row: True, output=tmp_path / "a.jsonl")
     assert (
-        len(again) == 15 and again.about["made"] == 0 and "failed" not in "\n".join(again.run.status.get("remarks", []))
+        len(again) == 15
+        and again.about["made"] == 0
+        and "failed" not in "\n".join(again.run.status.get("remarks", []))
     )
     longest = [r for r in again if r["question_id"] == "long"]
     assert max(r["completion_tokens"] for r in longest) < 20
@@ -298,9 +376,20 @@ def test_stop_strings_and_validation(models, tmp_path):
     assert not {r["question_id"] for r in validation} & {r["question_id"] for r in answers}
     stopped = [r for r in answers if r["finish_reason"] == "stop"]
     assert stopped and not any("w7" in r["messages"][-1]["content"].split() for r in answers)
-    data = {"task": "chat", "dataset": str(answers.path), "eval_dataset": str(tmp_path / "val.jsonl"), "max_length": 64}
-    run = launch(RunConfig(model=str(models / "opt"), run_root=str(tmp_path), max_steps=2, nproc=1, **data))
-    assert run.state == "done" and "eval_after" in run.status and "no chat template" in " ".join(run.status["remarks"])
+    data = {
+        "task": "chat",
+        "dataset": str(answers.path),
+        "eval_dataset": str(tmp_path / "val.jsonl"),
+        "max_length": 64,
+    }
+    run = launch(
+        RunConfig(model=str(models / "opt"), run_root=str(tmp_path), max_steps=2, nproc=1, **data)
+    )
+    assert (
+        run.state == "done"
+        and "eval_after" in run.status
+        and "no chat template" in " ".join(run.status["remarks"])
+    )
 
 
 @pytest.fixture
@@ -321,12 +410,21 @@ def test_a_vllm_that_runs_a_models_code_is_refused(install_vllm, tmp_path):
     oldest = re.search(r"vllm>=(\S+)", (NBS.parent / "settings.ini").read_text())[1]
     install_vllm("0.21.0")
     (tmp_path / "q.jsonl").write_text('{"question": "Why?"}\n')
-    with pytest.raises(ConfigError, match=rf"vLLM 0\.21\.0 runs code .*{re.escape(oldest)} and newer"):
-        generate(model="org/model", dataset=str(tmp_path / "q.jsonl"), output=tmp_path / "a.jsonl", engine="vllm")
+    with pytest.raises(
+        ConfigError, match=rf"vLLM 0\.21\.0 runs code .*{re.escape(oldest)} and newer"
+    ):
+        generate(
+            model="org/model",
+            dataset=str(tmp_path / "q.jsonl"),
+            output=tmp_path / "a.jsonl",
+            engine="vllm",
+        )
     assert not (tmp_path / "a.jsonl.run").exists()
 
 
-@pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (16, 16), (24, 32), (300, 320), (512, 512), (513, None)])
+@pytest.mark.parametrize(
+    ("rank", "room"), [(1, 1), (4, 8), (16, 16), (24, 32), (300, 320), (512, 512), (513, None)]
+)
 def test_vllm_has_room_for_an_adapter_and_tells_nobody(install_vllm, monkeypatch, rank, room):
     from multigpu_ft.generation.vllm_engine import start_vllm
 
@@ -346,12 +444,18 @@ def test_vllm_has_room_for_an_adapter_and_tells_nobody(install_vllm, monkeypatch
         return
     _refuse_without_vllm(cfg, adapter, None)
     engine = SimpleNamespace(from_engine_args=lambda args: asked.update(args))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(EngineArgs=dict, LLMEngine=engine, SamplingParams=dict))
-    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=lambda *about: about))
+    monkeypatch.setitem(
+        sys.modules, "vllm", SimpleNamespace(EngineArgs=dict, LLMEngine=engine, SamplingParams=dict)
+    )
+    monkeypatch.setitem(
+        sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=lambda *about: about)
+    )
     monkeypatch.setattr("os.environ", {})
     start_vllm(cfg, adapter, 0, 4, 128, SimpleNamespace(sampling=None), ())
     assert (
-        asked["max_lora_rank"] == room and "trust_remote_code" not in asked and os.environ["VLLM_NO_USAGE_STATS"] == "1"
+        asked["max_lora_rank"] == room
+        and "trust_remote_code" not in asked
+        and os.environ["VLLM_NO_USAGE_STATS"] == "1"
     )
 
 
@@ -367,13 +471,27 @@ def test_an_adapter_is_asked(models, tmp_path):
     }
     run = launch(
         RunConfig(
-            model=str(models / "qwen3"), tuning="lora", learning_rate=0.03, num_epochs=3, run_name="lora", **common
+            model=str(models / "qwen3"),
+            tuning="lora",
+            learning_rate=0.03,
+            num_epochs=3,
+            run_name="lora",
+            **common,
         )
     )
-    ask = {k: v for k, v in asked(models).items() if k != "model"} | {"temperature": 0, "num_sequences_per_question": 1}
-    of_run = generate("lora", **ask, output=tmp_path / "of the run.jsonl", run_root=str(tmp_path / "runs"))
-    of_checkpoint = generate(checkpoint=run.dir.checkpoints()[-1], **ask, output=tmp_path / "checkpoint.jsonl", nproc=1)
-    of_folder = generate(hf_repo=run.status["export"], **ask, output=tmp_path / "folder.jsonl", nproc=1)
+    ask = {k: v for k, v in asked(models).items() if k != "model"} | {
+        "temperature": 0,
+        "num_sequences_per_question": 1,
+    }
+    of_run = generate(
+        "lora", **ask, output=tmp_path / "of the run.jsonl", run_root=str(tmp_path / "runs")
+    )
+    of_checkpoint = generate(
+        checkpoint=run.dir.checkpoints()[-1], **ask, output=tmp_path / "checkpoint.jsonl", nproc=1
+    )
+    of_folder = generate(
+        hf_repo=run.status["export"], **ask, output=tmp_path / "folder.jsonl", nproc=1
+    )
     base = generate(model=str(models / "qwen3"), **ask, output=tmp_path / "base.jsonl", nproc=1)
     assert list(of_run) == list(of_checkpoint) == list(of_folder) != list(base)
 
@@ -430,6 +548,8 @@ def test_watched_and_stopped_in_jupyterlab(models, lab, shots):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as tmp:
-        found = kill_often(make_models(Path(tmp)), Path(tmp), int(sys.argv[1]), 50 * int(sys.argv[1]))
+        found = kill_often(
+            make_models(Path(tmp)), Path(tmp), int(sys.argv[1]), 50 * int(sys.argv[1])
+        )
         print(json.dumps(found, indent=1))
         sys.exit(not found["same"])

@@ -36,7 +36,12 @@ ARCHITECTURES = {
     },
     "qwen3": {**_DECODER, **_GROUPED, "head_dim": 16, "tie_word_embeddings": True},
     "llama": {**_DECODER, **_GROUPED},
-    "bert": {**_DECODER, "intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "bert": {
+        **_DECODER,
+        "intermediate_size": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
     "distilbert": {
         "dim": 32,
         "hidden_dim": 64,
@@ -60,9 +65,18 @@ def make_models(folder):
     for name, settings in ARCHITECTURES.items():
         torch.manual_seed(0)
         config = AutoConfig.for_model(
-            name, vocab_size=4 + faults.WORDS + faults.TEXTS, pad_token_id=1, bos_token_id=0, eos_token_id=2, **settings
+            name,
+            vocab_size=4 + faults.WORDS + faults.TEXTS,
+            pad_token_id=1,
+            bos_token_id=0,
+            eos_token_id=2,
+            **settings,
         )
-        model = AutoModel.from_config(config) if is_classifier(name) else AutoModelForCausalLM.from_config(config)
+        model = (
+            AutoModel.from_config(config)
+            if is_classifier(name)
+            else AutoModelForCausalLM.from_config(config)
+        )
         model.save_pretrained(folder / name)
         for path in (folder / "model").glob("*token*"):
             shutil.copy(path, folder / name)
@@ -74,7 +88,9 @@ def is_classifier(architecture):
 
 
 def config(material, root, architecture, tuning, strategy, **settings):
-    workers = {"nproc": 1, "batch_size": 4} if strategy == "single" else {"nproc": 2, "batch_size": 2}
+    workers = (
+        {"nproc": 1, "batch_size": 4} if strategy == "single" else {"nproc": 2, "batch_size": 2}
+    )
     kind = {"task": "classification"} if is_classifier(architecture) else {}
     return faults.config(
         material,
@@ -109,17 +125,25 @@ def refused(architecture, tuning, strategy):
 
 def try_cell(server, material, root, architecture, tuning, strategy, **settings):
     "A whole run, and one in two parts; what is to be compared."
-    whole = config(material, root / "whole", architecture, tuning, strategy, resume_file="none", **settings)
+    whole = config(
+        material, root / "whole", architecture, tuning, strategy, resume_file="none", **settings
+    )
     parts = whole.replace(run_root=str(root / "parts"), resume_file="auto")
     begun, runs = (
         time.perf_counter(),
         [server.finish(whole), server.finish(parts.replace(max_steps=5)), server.finish(parts)],
     )
     for run in runs:
-        logs = "\n".join(path.read_text()[-2000:] for path in sorted(run.path.glob("logs/rank*.log")))
+        logs = "\n".join(
+            path.read_text()[-2000:] for path in sorted(run.path.glob("logs/rank*.log"))
+        )
         assert run.status()["state"] == "done", f"{architecture} {tuning} {strategy}\n{logs}"
     first, first_part, second_part = map(losses, runs)
-    frozen = [json.loads(path.read_text()) for run in runs for path in sorted(run.path.glob("frozen*.json"))]
+    frozen = [
+        json.loads(path.read_text())
+        for run in runs
+        for path in sorted(run.path.glob("frozen*.json"))
+    ]
     status = runs[0].status()
     return {
         "architecture": architecture,
@@ -175,7 +199,9 @@ for folder in json.load(sys.stdin):
 
 def reload(folders):
     "The loss of each export in a process that knows nothing but transformers and peft, and the trained model's."
-    done = subprocess.run([sys.executable, "-c", RELOAD], input=json.dumps(folders), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RELOAD], input=json.dumps(folders), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return {
         folder: (found, expected)
@@ -194,7 +220,9 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         material = make_models(Path(tmp) / "material")
         server, cells = (
-            faults.Server(material / "opt", "peft", "bitsandbytes", "torch.distributed.checkpoint.state_dict"),
+            faults.Server(
+                material / "opt", "peft", "bitsandbytes", "torch.distributed.checkpoint.state_dict"
+            ),
             [],
         )
         for architecture in options.architectures:
@@ -203,19 +231,34 @@ def main():
                     if refused(architecture, tuning, strategy):
                         continue
                     cell = try_cell(
-                        server, material, Path(tmp) / architecture / tuning / strategy, architecture, tuning, strategy
+                        server,
+                        material,
+                        Path(tmp) / architecture / tuning / strategy,
+                        architecture,
+                        tuning,
+                        strategy,
                     )
-                    alike = next((c for c in cells if (c["architecture"], c["tuning"]) == (architecture, tuning)), cell)
+                    alike = next(
+                        (
+                            c
+                            for c in cells
+                            if (c["architecture"], c["tuning"]) == (architecture, tuning)
+                        ),
+                        cell,
+                    )
                     cell["from_single"] = max(map(difference, cell["losses"], alike["losses"]))
                     cells.append(cell)
         server.close()
         loaded = reload([folder for cell in cells for folder in cell["exports"]])
     for cell in cells:
         cell["reloaded"] = [
-            abs(found - expected) for found, expected in (loaded[folder] for folder in cell.pop("exports"))
+            abs(found - expected)
+            for found, expected in (loaded[folder] for folder in cell.pop("exports"))
         ]
         columns = ("from_single", "resumed", "frozen_stay", "seconds", "trainable")
-        shown = {k: f"{v:.1e}" if isinstance(v, float) else v for k, v in cell.items() if k in columns}
+        shown = {
+            k: f"{v:.1e}" if isinstance(v, float) else v for k, v in cell.items() if k in columns
+        }
         print(
             f"{cell['architecture']:10} {cell['tuning']:8} {cell['strategy']:6} {cell['losses'][0]:.3f} -> {cell['losses'][-1]:.3f}",
             shown,

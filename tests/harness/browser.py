@@ -27,9 +27,11 @@ def chromium():
 @pytest.fixture(scope="session")
 def browser_there():
     "Skips where there is nothing to drive, or nothing to drive it with."
-    missing = [name for name in ("playwright", "jupyterlab", "nbclassic") if not importlib.util.find_spec(name)] + [
-        "chromium"
-    ] * (not chromium())
+    missing = [
+        name
+        for name in ("playwright", "jupyterlab", "nbclassic")
+        if not importlib.util.find_spec(name)
+    ] + ["chromium"] * (not chromium())
     if missing:
         pytest.skip(
             f"needs a chromium browser, playwright, jupyterlab and nbclassic; missing here: {', '.join(missing)}"
@@ -40,7 +42,9 @@ def browser_there():
 def lab(browser_there, tmp_path):
     "Starts labs: `lab(theme=..., app=..., env=...)`, each in a folder of its own; they end with the test."
     with ExitStack() as started:
-        yield lambda **options: started.enter_context(Lab(tmp_path / f"lab{secrets.token_hex(2)}", **options))
+        yield lambda **options: started.enter_context(
+            Lab(tmp_path / f"lab{secrets.token_hex(2)}", **options)
+        )
 
 
 @pytest.fixture
@@ -57,7 +61,12 @@ def make_notebook(path, *cells, kernel="python3"):
         "kernelspec": {"name": kernel, "display_name": kernel, "language": "python"},
         "language_info": {"name": "python"},
     }
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata=spec), path)
+    nbformat.write(
+        nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata=spec
+        ),
+        path,
+    )
     return Path(path)
 
 
@@ -96,16 +105,27 @@ class Lab:
             browser = ends.enter_context(_browser())
             log = ends.enter_context(open(own / "server.log", "w"))
             server = subprocess.Popen(
-                [sys.executable, "-m", "jupyterlab", *(f"--{key}={value}" for key, value in options.items())],
+                [
+                    sys.executable,
+                    "-m",
+                    "jupyterlab",
+                    *(f"--{key}={value}" for key, value in options.items()),
+                ],
                 cwd=self.folder,
-                env={**os.environ, **{key: str(value) for key, value in places.items()}, **(env or {})},
+                env={
+                    **os.environ,
+                    **{key: str(value) for key, value in places.items()},
+                    **(env or {}),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
             ends.callback(_end, server)
             self.url = _address(server, own)
-            self.context = ends.enter_context(browser.new_context(viewport={"width": size[0], "height": size[1]}))
+            self.context = ends.enter_context(
+                browser.new_context(viewport={"width": size[0], "height": size[1]})
+            )
             self._ends = ends.pop_all()
 
     def open(self, notebook):
@@ -185,7 +205,9 @@ def _browser():
     if not _shared["users"]:
         with ExitStack() as ends:
             playwright = ends.enter_context(sync_playwright())
-            _shared["browser"] = ends.enter_context(playwright.chromium.launch(executable_path=chromium()))
+            _shared["browser"] = ends.enter_context(
+                playwright.chromium.launch(executable_path=chromium())
+            )
             _shared["ends"] = ends.pop_all()
     _shared["users"] += 1
     try:
@@ -226,7 +248,11 @@ class Page:
     def __init__(self, lab, path):
         self.page = lab.context.new_page()
         self.page.set_default_timeout(20_000)
-        self.page.goto(lab.url + self.path.format(unique=secrets.token_hex(4), path=path) + f"?token={lab.token}")
+        self.page.goto(
+            lab.url
+            + self.path.format(unique=secrets.token_hex(4), path=path)
+            + f"?token={lab.token}"
+        )
         self._wait(self.ready, 60, "a notebook with its kernel")
 
     def run_cell(self, i, wait=60):
@@ -263,7 +289,9 @@ class Page:
         try:
             shown.filter(has_text=text).first.wait_for(timeout=1000 * timeout)
         except Exception as e:
-            raise AssertionError(f"not within {timeout} s: {text!r} in {shown.all_inner_texts()}") from e
+            raise AssertionError(
+                f"not within {timeout} s: {text!r} in {shown.all_inner_texts()}"
+            ) from e
 
     def click(self, label):
         "Press the button with this label in the outputs."
@@ -285,7 +313,9 @@ class Page:
             f"JupyterLab {name.title()}",
         )
         self._wait(
-            f"() => document.body.dataset.jpThemeLight == '{str(name == 'light').lower()}'", 10, f"the {name} theme"
+            f"() => document.body.dataset.jpThemeLight == '{str(name == 'light').lower()}'",
+            10,
+            f"the {name} theme",
         )
 
     def screenshots(self, folder, name, locator=None):

@@ -80,7 +80,9 @@ class Trial:
     def fault(self, name):
         "Do it, and return the seconds until no process was left; after 30, the number of those left."
         manager = self.kernel.manager
-        agent = next(p for p in marked(self.mark, self.own) if "multigpu_ft.launcher.agent" in p.cmdline())
+        agent = next(
+            p for p in marked(self.mark, self.own) if "multigpu_ft.launcher.agent" in p.cmdline()
+        )
         begun = time.monotonic()
         if name == "interrupt":
             manager.interrupt_kernel()
@@ -90,7 +92,9 @@ class Trial:
             os.kill(self.kernel.pid, signal.SIGKILL)
         else:
             agent.kill()
-        while left := marked(self.mark, {*self.own, self.kernel.pid, *(p.pid for p in psutil.Process().children())}):
+        while left := marked(
+            self.mark, {*self.own, self.kernel.pid, *(p.pid for p in psutil.Process().children())}
+        ):
             if time.monotonic() - begun > 30:
                 return {"left": len(left)}
             time.sleep(0.02)
@@ -106,7 +110,12 @@ def trial(folder, launcher, fault, after_s, ranks=True):
     one = Trial(folder)
     try:
         one.start(CELLS[launcher], after_s, ranks)
-        return {"launcher": launcher, "fault": fault, "after_s": round(after_s, 2), **one.fault(fault)}
+        return {
+            "launcher": launcher,
+            "fault": fault,
+            "after_s": round(after_s, 2),
+            **one.fault(fault),
+        }
     finally:
         one.end()
 
@@ -141,7 +150,9 @@ def main():
     for number in range(options.trials):
         launcher, fault = cells[number % len(cells)]
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            outcomes.append(trial(folder, launcher, fault, rng.uniform(0, 6), ranks=rng.random() < 0.8))
+            outcomes.append(
+                trial(folder, launcher, fault, rng.uniform(0, 6), ranks=rng.random() < 0.8)
+            )
         print(outcomes[-1], flush=True)
     again = {}
     for number, launcher in enumerate(CELLS):
@@ -153,11 +164,18 @@ def main():
         found = [o for o in outcomes if (o["launcher"], o["fault"]) == (launcher, fault)]
         seconds = sorted(o["seconds"] for o in found if "seconds" in o)
         if found:
-            spread = f"{statistics.median(seconds):.2f} s ({seconds[0]:.2f}-{seconds[-1]:.2f})" if seconds else "-"
-            print(f"| {launcher} | {fault} | {len(found)} | {sum(o.get('left', 0) for o in found)} left | {spread} |")
+            spread = (
+                f"{statistics.median(seconds):.2f} s ({seconds[0]:.2f}-{seconds[-1]:.2f})"
+                if seconds
+                else "-"
+            )
+            print(
+                f"| {launcher} | {fault} | {len(found)} | {sum(o.get('left', 0) for o in found)} left | {spread} |"
+            )
     if options.json:
         options.json.write_text(
-            json.dumps({"seed": options.seed, "trials": outcomes, "relaunched": again}, indent=1) + "\n"
+            json.dumps({"seed": options.seed, "trials": outcomes, "relaunched": again}, indent=1)
+            + "\n"
         )
 
 

@@ -29,7 +29,12 @@ LINEAR = torch.nn.functional.linear
 ARCHITECTURES = {
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0, "attention_dropout": 0.0},
     "llama": {"intermediate_size": 128, "num_key_value_heads": 2, "tie_word_embeddings": False},
-    "qwen3": {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3": {
+        "intermediate_size": 128,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
     "opt-gelu": {
         "ffn_dim": 128,
         "word_embed_proj_dim": 64,
@@ -45,7 +50,15 @@ SPLITS = [  # each a way to share 8 rows
     ("ddp", {"batch_size": 4}),
     ("ddp", {"batch_size": 1, "accum_steps": 4}),
     ("fsdp", {"batch_size": 4, "sharding": "full_shard"}),
-    ("fsdp", {"batch_size": 2, "accum_steps": 2, "sharding": "full_shard", "communication": "micro_batch"}),
+    (
+        "fsdp",
+        {
+            "batch_size": 2,
+            "accum_steps": 2,
+            "sharding": "full_shard",
+            "communication": "micro_batch",
+        },
+    ),
     ("fsdp", {"batch_size": 1, "accum_steps": 4, "sharding": "shard_grad_op"}),
     ("accelerate", {"batch_size": 2, "accum_steps": 2}),
     ("zero1", {"batch_size": 2, "accum_steps": 2}),
@@ -64,7 +77,12 @@ def build(name):
         "max_position_embeddings": MAX_LENGTH,
     }
     config = AutoConfig.for_model(
-        name.removesuffix("-gelu"), **common, pad_token_id=1, bos_token_id=0, eos_token_id=2, **ARCHITECTURES[name]
+        name.removesuffix("-gelu"),
+        **common,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        **ARCHITECTURES[name],
     )
     return AutoModelForCausalLM.from_config(config).train()
 
@@ -80,12 +98,16 @@ class Words:
 
 def slice_of(count, seed=0):
     rng = np.random.default_rng(seed)
-    texts = [" ".join(map(str, rng.integers(3, VOCABULARY, rng.integers(3, 50)))) for _ in range(count)]
+    texts = [
+        " ".join(map(str, rng.integers(3, VOCABULARY, rng.integers(3, 50)))) for _ in range(count)
+    ]
     return tokenize_texts(texts, Words(), MAX_LENGTH)
 
 
 def config(strategy, **settings):
-    return RunConfig(strategy=strategy, max_length=MAX_LENGTH, **{"learning_rate": 1e-3, **settings})
+    return RunConfig(
+        strategy=strategy, max_length=MAX_LENGTH, **{"learning_rate": 1e-3, **settings}
+    )
 
 
 def start(model, cfg, world):
@@ -103,7 +125,13 @@ def steps(texts, cfg, packing, world):
     epoch = 1
     while True:
         yield from epoch_steps(
-            texts, SampleOrder.of(cfg, packing, len(texts), world.size), cfg, epoch, 0, world.rank, world.size
+            texts,
+            SampleOrder.of(cfg, packing, len(texts), world.size),
+            cfg,
+            epoch,
+            0,
+            world.rank,
+            world.size,
         )
         epoch += 1
 
@@ -117,20 +145,31 @@ def curve(model, texts, packing, world, strategy, settings):
         step = next(stream)
         loss, norm = train_step(strategy, step, 1e-3, 1.0, watch)
         points.append(
-            (world.sum(loss.item())[0] / step.targets if world.size > 1 else loss.item() / step.targets, norm.item())
+            (
+                world.sum(loss.item())[0] / step.targets
+                if world.size > 1
+                else loss.item() / step.targets,
+                norm.item(),
+            )
         )
     return points
 
 
 def deviation(points, reference):
-    return [max(abs(p[i] - r[i]) / r[i] for p, r in zip(points, reference, strict=True)) for i in (0, 1)]
+    return [
+        max(abs(p[i] - r[i]) / r[i] for p, r in zip(points, reference, strict=True)) for i in (0, 1)
+    ]
 
 
 def fingerprint(strategy):
     "Of this rank's parameters, to the bit."
     digest = hashlib.sha256()
     for parameter in strategy.model.parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else getattr(parameter, "ds_tensor", parameter)
+        local = (
+            parameter.to_local()
+            if hasattr(parameter, "to_local")
+            else getattr(parameter, "ds_tensor", parameter)
+        )
         digest.update(local.detach().clone().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -155,7 +194,9 @@ def planted_infinity(model, texts, world, way, dtype):
         )  # DeepSpeed keeps its gradients to itself
     if world.rank == 1 and not cfg.zero_stage:
         gradient = next(strategy.model.parameters()).grad
-        (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float("inf")
+        (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float(
+            "inf"
+        )
     norm = strategy.clip_grad_norm(1.0)
     strategy.step()
     unchanged = fingerprint(strategy) == before
@@ -175,7 +216,11 @@ def planted_infinity(model, texts, world, way, dtype):
 def alone_and_together(model, texts):
     "Largest difference of a token's loss between its text alone and the text in packed or bucketed company."
     losses_of = LossModel(model).eval()
-    run = lambda rows, packing: losses_of(**{k: torch.from_numpy(v) for k, v in collate(rows, 1, packing).items()})[1]  # noqa: E731
+
+    def run(rows, packing):
+        batch = collate(rows, 1, packing)
+        return losses_of(**{name: torch.from_numpy(values) for name, values in batch.items()})[1]
+
     alone = {i: run([[texts[i]]], "padded") for i in range(len(texts))}
     worst = {}
     for packing in ("packed", "bucketed", "padded"):
@@ -195,29 +240,51 @@ def main():
 
     torch.set_num_threads(1)
     world = join_world(RunConfig(strategy="ddp"))
-    texts, report = slice_of(400), {"curves": {}, "texts": {}, "infinity": {}, "bits": {}, "uneven": {}, "bytes": {}}
+    texts, report = (
+        slice_of(400),
+        {"curves": {}, "texts": {}, "infinity": {}, "bits": {}, "uneven": {}, "bytes": {}},
+    )
     models = {name: build(name) for name in ARCHITECTURES}
     for name, model in models.items():
         report["texts"][name] = alone_and_together(model, slice_of(24, seed=1))
         for packing in (
-            () if name not in sys.argv[2:] else ("packed", "bucketed", "padded") if name == "qwen3" else ("packed",)
+            ()
+            if name not in sys.argv[2:]
+            else ("packed", "bucketed", "padded")
+            if name == "qwen3"
+            else ("packed",)
         ):
             curves = [curve(model, texts, packing, world, *split) for split in SPLITS]
             labels = [
-                f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}" for strategy, settings in SPLITS
+                f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}"
+                for strategy, settings in SPLITS
             ]
             report["curves"] |= {
-                label: deviation(points, curves[0]) for label, points in zip(labels[1:], curves[1:], strict=True)
+                label: deviation(points, curves[0])
+                for label, points in zip(labels[1:], curves[1:], strict=True)
             }
     few = slice_of(3, seed=2)  # on the last step rank 1 has no targets at all
-    reference = curve(models["llama"], few, "padded", world, "single", {"batch_size": 1, "accum_steps": 2})
+    reference = curve(
+        models["llama"], few, "padded", world, "single", {"batch_size": 1, "accum_steps": 2}
+    )
     for name in ("ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"):
         report["uneven"][name] = deviation(
             curve(models["llama"], few, "padded", world, name, {"batch_size": 1}), reference
         )
-    for way in ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero1 offload", "zero2 offload", "zero3 offload"):
+    for way in (
+        "ddp",
+        "fsdp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "zero1 offload",
+        "zero2 offload",
+        "zero3 offload",
+    ):
         for dtype in ("fp16",) if "offload" in way else ("fp32", "bf16", "fp16"):
-            report["infinity"][f"{way} {dtype}"] = planted_infinity(models["opt"], texts, world, way, dtype)
+            report["infinity"][f"{way} {dtype}"] = planted_infinity(
+                models["opt"], texts, world, way, dtype
+            )
     for dtype in ("fp32", "bf16", "fp16"):
         cfg = config("ddp", batch_size=2, dtype=dtype)
         strategy, stream = start(models["opt"], cfg, world), steps(texts, cfg, "bucketed", world)
@@ -229,9 +296,12 @@ def main():
         begun, stream = start(models["opt-gelu"], cfg, world), steps(texts, cfg, "packed", world)
         train_step(begun, next(stream), 1e-3, 1.0, Stopwatch(world.device))
         pair = next(stream), next(stream)
-        kept = kept_bytes(begun, [step.micro_batches[0] for step in pair], sum(step.targets for step in pair))
+        kept = kept_bytes(
+            begun, [step.micro_batches[0] for step in pair], sum(step.targets for step in pair)
+        )
         report["bytes"][strategy] = {
-            kind: size / sum(p.numel() for p in models["opt-gelu"].parameters()) for kind, size in kept.items()
+            kind: size / sum(p.numel() for p in models["opt-gelu"].parameters())
+            for kind, size in kept.items()
         }
     if world.is_main:
         with open(sys.argv[1], "w") as file:

@@ -45,7 +45,14 @@ def make_material(folder):
     vocabulary = {
         word: i
         for i, word in enumerate(
-            ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(WORDS)), *(f"id{i}" for i in range(TEXTS))]
+            [
+                "<s>",
+                "<pad>",
+                "</s>",
+                "<unk>",
+                *(f"w{i}" for i in range(WORDS)),
+                *(f"id{i}" for i in range(TEXTS)),
+            ]
         )
     }
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -66,10 +73,17 @@ def make_material(folder):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=raw,
+        bos_token="<s>",
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
     ).save_pretrained(folder / "model")
     rng = random.Random(0)
-    texts = [f"id{i} " + " ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randint(3, 24))) for i in range(TEXTS)]
+    texts = [
+        f"id{i} " + " ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randint(3, 24)))
+        for i in range(TEXTS)
+    ]
     (folder / "texts.jsonl").write_text(
         "".join(json.dumps({"text": text, "label": text.count("w1") % 2}) + "\n" for text in texts)
     )
@@ -123,7 +137,10 @@ def traced(epoch_steps, run_dir, rank):
     def steps(*arguments):
         for step in epoch_steps(*arguments):
             ids = [
-                int(t) - FIRST_ID for batch in step.micro_batches for t in batch["input_ids"].ravel() if t >= FIRST_ID
+                int(t) - FIRST_ID
+                for batch in step.micro_batches
+                for t in batch["input_ids"].ravel()
+                if t >= FIRST_ID
             ]
             with open(Path(run_dir) / f"trace{rank}.jsonl", "a") as file:
                 file.write(json.dumps(ids) + "\n")
@@ -222,7 +239,9 @@ def be_rank(run_dir, rank, nproc, agent, store):
     from multigpu_ft.training import trainer
 
     end_with(agent)
-    log = os.open(Path(run_dir) / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(
+        Path(run_dir) / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(
@@ -233,11 +252,15 @@ def be_rank(run_dir, rank, nproc, agent, store):
         GLOO_SOCKET_IFNAME="lo",
     )
     stop = StopSignal(lambda: has_nothing_to_finish(RunDir(run_dir)))
-    trainer.dist.init_process_group("gloo", store=trainer.dist.FileStore(store, nproc), rank=rank, world_size=nproc)
+    trainer.dist.init_process_group(
+        "gloo", store=trainer.dist.FileStore(store, nproc), rank=rank, world_size=nproc
+    )
     trainer.epoch_steps = traced(trainer.epoch_steps, run_dir, rank)
     trainer.Training.run = guarded(trainer.Training.run, run_dir, rank)
     if rank == 0:
-        trainer.Training.finish = delayed(trainer.Training.finish, float(os.environ.get("DELAY_S", 0)))
+        trainer.Training.finish = delayed(
+            trainer.Training.finish, float(os.environ.get("DELAY_S", 0))
+        )
     trainer.main(RunDir(run_dir), stop)
 
 
@@ -271,7 +294,10 @@ class Server:
             run_dir.update_status(launched=time.time())
         (run_dir.path / "store").unlink(missing_ok=True)
         self._process.stdin.write(
-            json.dumps({"run_dir": str(run_dir.path), "nproc": cfg.nproc, "environment": environment}) + "\n"
+            json.dumps(
+                {"run_dir": str(run_dir.path), "nproc": cfg.nproc, "environment": environment}
+            )
+            + "\n"
         )
         self._process.stdin.flush()
         return run_dir, int(self._process.stdout.readline())
@@ -333,7 +359,10 @@ def lineage(runs):
         for step in [s for s in texts if s >= first]:
             del texts[step]
         losses |= {m["step"]: m["loss"] for m in run_dir.metrics()}
-        traces = [path.read_text().splitlines(keepends=True) for path in sorted(run_dir.path.glob("trace*.jsonl"))]
+        traces = [
+            path.read_text().splitlines(keepends=True)
+            for path in sorted(run_dir.path.glob("trace*.jsonl"))
+        ]
         for number, lines in enumerate(zip(*traces, strict=False), first):
             if all(line.endswith("\n") for line in lines):
                 texts[number] = sorted(itertools.chain(*map(json.loads, lines)))
@@ -341,7 +370,9 @@ def lineage(runs):
 
 
 def newest(root):
-    found = [c for run in Path(root).glob("*/config.json") for c in RunDir(run.parent).checkpoints()]
+    found = [
+        c for run in Path(root).glob("*/config.json") for c in RunDir(run.parent).checkpoints()
+    ]
     return max(found, key=lambda c: json.loads((c / "commit.json").read_text())["commit"]["time"])
 
 
@@ -384,7 +415,9 @@ class Kills:
         for number, way in enumerate(ways):
             root = folder / f"undisturbed{number}"
             begun = time.monotonic()
-            self.expected[number] = outcome(root, [server.finish(config(self.material, root, **way))])
+            self.expected[number] = outcome(
+                root, [server.finish(config(self.material, root, **way))]
+            )
             self.seconds[number] = time.monotonic() - begun
             assert_exact(self.expected[number], self.expected[number])
 
@@ -408,7 +441,9 @@ class Kills:
         try:
             assert_exact(outcome(root, runs), self.expected[number])
         except AssertionError as error:
-            raise AssertionError(f"seed {seed}, {self.ways[number]}, killed {kills}, in {root}: {error}") from None
+            raise AssertionError(
+                f"seed {seed}, {self.ways[number]}, killed {kills}, in {root}: {error}"
+            ) from None
         shutil.rmtree(root)
         return kills
 
@@ -426,11 +461,16 @@ class Kills:
         step, lines = rng.randint(1, 12), run_dir.path / "metrics.jsonl"
         while not gone(agent) and (not lines.exists() or lines.read_text().count("\n") < step):
             time.sleep(0.001)
-        kind, asked = rng.choice(["stop file", "SIGTERM to all", "SIGTERM to one rank"]), time.monotonic()
+        kind, asked = (
+            rng.choice(["stop file", "SIGTERM to all", "SIGTERM to one rank"]),
+            time.monotonic(),
+        )
         if kind == "stop file":
             run_dir.request_stop()
         else:
-            for pid in rng.sample(run_dir.status()["pids"]["ranks"], 2 if kind == "SIGTERM to all" else 1):
+            for pid in rng.sample(
+                run_dir.status()["pids"]["ranks"], 2 if kind == "SIGTERM to all" else 1
+            ):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
         wait_for_end(run_dir, agent)
@@ -440,7 +480,9 @@ class Kills:
             f"seed {seed}, {kind}: {run_dir.status()} {run_dir.log_file(0).read_text()[-3000:]}"
         )
         runs = [run_dir, self.server.finish(cfg)]
-        assert runs[1].status().get("first_step", 1) == run_dir.status()["step"] + 1, "a step was lost"
+        assert runs[1].status().get("first_step", 1) == run_dir.status()["step"] + 1, (
+            "a step was lost"
+        )
         assert_exact(outcome(root, runs), self.expected[number])
         shutil.rmtree(root)
         return kind, state, took
@@ -459,7 +501,13 @@ class Kills:
         status, half = run_dir.status(), bool(list(run_dir.path.glob(f"checkpoints/*{PARTIAL}")))
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        when = "mid-save" if half else "between saves" if status["state"] == "running" else status["state"]
+        when = (
+            "mid-save"
+            if half
+            else "between saves"
+            if status["state"] == "running"
+            else status["state"]
+        )
         return ("agent" if victim == agent else f"rank {ranks.index(victim)}", when)
 
 
@@ -477,7 +525,11 @@ def traced_by_torchrun(folder):
     "Return an environment in which ranks that torchrun starts record their texts, too."
     (folder / "tracer").mkdir(exist_ok=True)
     (folder / "tracer" / "sitecustomize.py").write_text(TRACER)
-    return {"PYTHONPATH": str(folder / "tracer"), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {
+        "PYTHONPATH": str(folder / "tracer"),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
 
 def torchrun_trial(kills, seed):
@@ -533,7 +585,10 @@ class Reshapes:
         """
         rng = random.Random(seed)
         packing, rows = rng.choice(["padded", "packed", "bucketed"]), rng.choice([4, 6])
-        slice_of = {"start_idx": (start := rng.randrange(8)), "end_idx": rng.randrange(start + 30, TEXTS + 1)}
+        slice_of = {
+            "start_idx": (start := rng.randrange(8)),
+            "end_idx": rng.randrange(start + 30, TEXTS + 1),
+        }
         root = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"reshape{seed}-"))
         common = {
             "packing": packing,
@@ -542,7 +597,9 @@ class Reshapes:
             "seed": rng.randrange(3),
             **slice_of,
         }
-        plain = self.server.finish(self.config(root / "undisturbed", batch_size=rows // 2, **common))
+        plain = self.server.finish(
+            self.config(root / "undisturbed", batch_size=rows // 2, **common)
+        )
         runs, segments = [], []
         while not runs or runs[-1].status()["slice_step"] < plain.status()["slice_step"]:
             nproc = rng.choice([n for n in (1, 2) if not runs or n != segments[-1][1]])
@@ -567,7 +624,9 @@ class Reshapes:
         losses, texts = lineage(runs)
         expected, expected_texts = lineage([plain])
         assert texts == expected_texts, (seed, segments)
-        assert sorted(itertools.chain(*texts)) == sorted(list(range(slice_of["start_idx"], slice_of["end_idx"])) * 2), (
+        assert sorted(itertools.chain(*texts)) == sorted(
+            list(range(slice_of["start_idx"], slice_of["end_idx"])) * 2
+        ), (
             seed,
             segments,
         )
@@ -589,7 +648,10 @@ class Damage:
         server.finish(self.cfg)
         self.whole = newest(folder / "damage")
         self.older = next(c for c in self.whole.parent.iterdir() if c != self.whole)
-        self.stored = {**fingerprint(self.cfg), "tokenizer": tokenizer_digest(load_tokenizer(self.cfg))}
+        self.stored = {
+            **fingerprint(self.cfg),
+            "tokenizer": tokenizer_digest(load_tokenizer(self.cfg)),
+        }
 
     def trial(self, seed, kind):
         from multigpu_ft.checkpoints.resume import choose_checkpoint
@@ -603,14 +665,24 @@ class Damage:
             path.write_bytes(content[: rng.randrange(len(content))])
         else:
             place, bit = rng.randrange(len(content)), rng.randrange(8)
-            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            path.write_bytes(
+                content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+            )
         os.utime(path.parent)
         try:
-            taken, _, remarks = choose_checkpoint(self.cfg, RunDir(self.cfg.run_root + "/new"), self.world, self.stored)
+            taken, _, remarks = choose_checkpoint(
+                self.cfg, RunDir(self.cfg.run_root + "/new"), self.world, self.stored
+            )
         finally:
             path.write_bytes(content)
             os.utime(path, (moment.st_atime, moment.st_mtime))
-        assert taken == self.older and path.name in remarks[0], (seed, kind, path.name, taken, remarks)
+        assert taken == self.older and path.name in remarks[0], (
+            seed,
+            kind,
+            path.name,
+            taken,
+            remarks,
+        )
 
 
 # -- the table ------------------------------------------------------------------------------------------------------
@@ -649,13 +721,16 @@ def main():
             kills = Kills(folder, server)
             counted, took, begun = {}, [], time.monotonic()
             for seed in range(
-                options.first_seed, options.first_seed + options.kills if options.only != "torchrun" else 0
+                options.first_seed,
+                options.first_seed + options.kills if options.only != "torchrun" else 0,
             ):
                 started = time.monotonic()
                 if started - begun > 60 * options.minutes:
                     break
                 for who, when in kills.trial(seed):
-                    counted[f"{who.split()[0]}, {when}"] = counted.get(f"{who.split()[0]}, {when}", 0) + 1
+                    counted[f"{who.split()[0]}, {when}"] = (
+                        counted.get(f"{who.split()[0]}, {when}", 0) + 1
+                    )
                 took.append(time.monotonic() - started)
                 if len(took) % 50 == 0:
                     print(
@@ -668,7 +743,9 @@ def main():
                     "kills": sum(counted.values()),
                     "of": dict(sorted(counted.items())),
                     "exact": len(took),
-                    "seconds_a_trial": [round(x, 2) for x in (min(took), statistics.median(took), max(took))],
+                    "seconds_a_trial": [
+                        round(x, 2) for x in (min(took), statistics.median(took), max(took))
+                    ],
                     "seconds": round(time.monotonic() - begun),
                 }
                 print(json.dumps(report["kills"]), flush=True)

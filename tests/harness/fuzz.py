@@ -206,7 +206,13 @@ def mostly(rng, good, others=TEXTS):
 def places(value, found=None):
     "Each container in `value` with each of its keys."
     found = [] if found is None else found
-    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+    for key in (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    ):
         found.append((value, key))
         places(value[key], found)
     return found
@@ -307,7 +313,9 @@ def near(field, rng):
         return rng.choice([*words, *words, words[0].upper(), words[0] + "x"])
     return rng.choice(
         [
-            rng.choice(bounds) + rng.choice([-1, 0, 1, 0.5]) if bounds else rng.choice(["a", "a/b", "none"]),
+            rng.choice(bounds) + rng.choice([-1, 0, 1, 0.5])
+            if bounds
+            else rng.choice(["a", "a/b", "none"]),
             rng.randrange(1, 60),
             str(rng.randrange(1, 60)),
         ]
@@ -318,7 +326,12 @@ VALID = [
     *PRESETS.values(),
     {"task": "classification", "label_field": "y", "text_pair_field": "b"},
     {"start_idx": 5, "end_idx": 9, "eval_start_idx": 9, "keep_best": True},
-    {"strategy": "zero3", "offload": "all", "nproc": 2, "deepspeed_config": '{"zero_optimization": {"stage": 3}}'},
+    {
+        "strategy": "zero3",
+        "offload": "all",
+        "nproc": 2,
+        "deepspeed_config": '{"zero_optimization": {"stage": 3}}',
+    },
     {"tracker": "wandb,tensorboard", "histogram_every": 2},
     {"tuning": "qlora", "strategy": "ddp", "hf_repo": "me/mine", "max_hours": 1.5},
     {"resume_file": "hub:me/mine@opt_0-5-epoch-1", "resume_scope": "weights"},
@@ -351,7 +364,11 @@ def assert_config(cfg):
         assert not isinstance(value, float) or math.isfinite(value), (name, value)
         if isinstance(value, str):
             assert "\0" not in value and value.encode() is not None, (name, value)
-    assert RunConfig(**json.loads(json.dumps(cfg.model_dump(), allow_nan=False))) == cfg == cfg.replace()
+    assert (
+        RunConfig(**json.loads(json.dumps(cfg.model_dump(), allow_nan=False)))
+        == cfg
+        == cfg.replace()
+    )
     assert repr(cfg) and fingerprint(cfg) and flags(cfg) is not None and cfg.trackers is not None
 
 
@@ -408,7 +425,9 @@ def arguments(rng, folder):
     verb = mostly(rng, [*cli._VERBS, "train", "train", "train", "train"])
     values = settings(rng)
     words = (
-        [word for k, v in values.items() for word in (f"--{k.replace('_', '-')}", str(v))][: rng.choice([0, 2, 4, 100])]
+        [word for k, v in values.items() for word in (f"--{k.replace('_', '-')}", str(v))][
+            : rng.choice([0, 2, 4, 100])
+        ]
         if verb in ("train", "estimate", "slices") or rng.random() < 0.2
         else []
     )
@@ -441,16 +460,29 @@ def arguments(rng, folder):
     for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 3])):
         place = rng.randrange(len(words) + 1)
         words[place:place] = rng.choice(extra)
-    told = [io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")]
+    told = [
+        io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")
+    ]
     before = signal.getsignal(signal.SIGTERM)
     stubs = {
         name: instead(getattr(cli, name))
-        for name in ("launch", "run_slices", "estimate", "generate", "evaluate", "runs", "sync", "doctor")
+        for name in (
+            "launch",
+            "run_slices",
+            "estimate",
+            "generate",
+            "evaluate",
+            "runs",
+            "sync",
+            "doctor",
+        )
     }
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(
-                mock.patch.multiple(cli, **stubs, _PLACES={k: instead(v) for k, v in cli._PLACES.items()})
+                mock.patch.multiple(
+                    cli, **stubs, _PLACES={k: instead(v) for k, v in cli._PLACES.items()}
+                )
             )
             stack.enter_context(mock.patch.object(sys, "argv", ["multigpu-ft", verb, *words]))
             stack.enter_context(contextlib.redirect_stdout(told[0]))
@@ -467,9 +499,10 @@ def arguments(rng, folder):
             return
         assert isinstance(end.code, str) or end.code in (2, 78), (end.code, said)
         if isinstance(end.code, str) and "there is no verb" not in said:
-            assert re.match(rf"multigpu-ft {re.escape(verb)}: ({'|'.join(kind.__name__ for kind in TYPED)}): ", said), (
-                said
-            )
+            assert re.match(
+                rf"multigpu-ft {re.escape(verb)}: ({'|'.join(kind.__name__ for kind in TYPED)}): ",
+                said,
+            ), said
         raise Refused(
             said if isinstance(end.code, str) else said[:LONGEST_MESSAGE]
         ) from None  # usage, which is tyro's, may be long
@@ -510,7 +543,12 @@ def row(rng, task):
         turns = [
             {"role": role, "content": word(rng)}
             for role in rng.choice(
-                [("user", "assistant"), ("system", "user", "assistant"), ("user",), ("assistant", "tool")]
+                [
+                    ("user", "assistant"),
+                    ("system", "user", "assistant"),
+                    ("user",),
+                    ("assistant", "tool"),
+                ]
             )
         ]
         return {"messages": turns, "text": "t"}
@@ -550,7 +588,9 @@ def assert_texts(cfg, read):
     "What is read of `cfg`'s slice is what the rows say that `read` returns, those of the whole data."
     names = find_label_names(cfg) if cfg.task == "classification" else None
     found, rows = load_texts(cfg, names), read()
-    assert count_rows(cfg) == len(rows) == found.num_rows and 0 <= found.start_idx < found.end_idx <= len(rows), (
+    assert count_rows(cfg) == len(
+        rows
+    ) == found.num_rows and 0 <= found.start_idx < found.end_idx <= len(rows), (
         found.start_idx,
         found.end_idx,
         len(rows),
@@ -558,11 +598,15 @@ def assert_texts(cfg, read):
     wanted = dict(enumerate(rows[found.start_idx : found.end_idx], found.start_idx))
     field = cfg.messages_field if cfg.task == "chat" else cfg.text_field
     kept = {i: row for i, row in wanted.items() if cfg.task == "chat" or (row[field] or "").strip()}
-    assert found.rows == list(kept) and found.texts == [row[field] for row in kept.values()], (found.texts, kept)
+    assert found.rows == list(kept) and found.texts == [row[field] for row in kept.values()], (
+        found.texts,
+        kept,
+    )
     assert found.dropped == len(wanted) - len(kept)
     if names is not None:
         assert len(set(names)) == len(names) and all(
-            names[n] == str(kept[i][cfg.label_field]) for n, i in zip(found.labels, found.rows, strict=True)
+            names[n] == str(kept[i][cfg.label_field])
+            for n, i in zip(found.labels, found.rows, strict=True)
         )
     assert not found.texts or set(columns(cfg)) == set(rows[0])
     "".join(text for example in found.texts for text in texts_in(example)).encode()
@@ -572,13 +616,19 @@ class Lines:
     "The rows of a .jsonl file, read when they are asked for: a slice may end before a damaged line."
 
     def __init__(self, content):
-        self._lines = [line for line in re.split(r"\r\n|\r|\n", content.decode("utf-8-sig")) if line.strip()]
+        self._lines = [
+            line for line in re.split(r"\r\n|\r|\n", content.decode("utf-8-sig")) if line.strip()
+        ]
 
     def __len__(self):
         return len(self._lines)
 
     def __getitem__(self, index):
-        return list(map(json.loads, self._lines[index])) if isinstance(index, slice) else json.loads(self._lines[index])
+        return (
+            list(map(json.loads, self._lines[index]))
+            if isinstance(index, slice)
+            else json.loads(self._lines[index])
+        )
 
 
 def json_file(rng, suffix):
@@ -588,14 +638,18 @@ def json_file(rng, suffix):
         rows = changed(rows, rng)
     values = [rows] if suffix == ".json" or not isinstance(rows, list) else rows
     content = rng.choice([b"\n", b"\n", b"\r\n", b"\n\n"]).join(
-        json.dumps(value, ensure_ascii=rng.random() < 0.7).encode("utf-8", "surrogatepass") for value in values
+        json.dumps(value, ensure_ascii=rng.random() < 0.7).encode("utf-8", "surrogatepass")
+        for value in values
     )
     if rng.random() < 0.4:
         content = spoiled(content, rng)
     path = Path(f"data{suffix}")
     path.write_bytes(content)
     cfg = data_settings(rng, path, task, len(rows) if isinstance(rows, list) else 1)
-    assert_texts(cfg, lambda: json.loads(content.decode("utf-8-sig")) if suffix == ".json" else Lines(content))
+    assert_texts(
+        cfg,
+        lambda: json.loads(content.decode("utf-8-sig")) if suffix == ".json" else Lines(content),
+    )
 
 
 @surface
@@ -612,7 +666,10 @@ def table(rng, suffix):
     tabs = suffix == ".tsv"
     task = rng.choice(["causal-lm", "classification"])
     rows = [
-        {"text": word(rng), "label": str(rng.choice([0, 1, 1, 0, 2, "9" * 5000] if rng.random() < 0.1 else [0, 1]))}
+        {
+            "text": word(rng),
+            "label": str(rng.choice([0, 1, 1, 0, 2, "9" * 5000] if rng.random() < 0.1 else [0, 1])),
+        }
         for _ in range(rng.randrange(1, 6))
     ]
     if tabs:
@@ -620,16 +677,28 @@ def table(rng, suffix):
             {**r, "text": re.sub(r"[\t\r\n]", " ", r["text"]) or " "} for r in rows
         ]  # of one column, an empty line is none
     head = rng.choice(
-        [["text", "label"], ["text", "label"], ["label", "text"], ["text", "text"], ["", "text"], ["text"]]
+        [
+            ["text", "label"],
+            ["text", "label"],
+            ["label", "text"],
+            ["text", "text"],
+            ["", "text"],
+            ["text"],
+        ]
     )
     out = io.StringIO(newline="")
     ending = rng.choice(["\n", "\n", "\r\n"])
     if tabs:
         out.write(
-            "".join("\t".join(line) + ending for line in [head, *([r.get(name, "") for name in head] for r in rows)])
+            "".join(
+                "\t".join(line) + ending
+                for line in [head, *([r.get(name, "") for name in head] for r in rows)]
+            )
         )
     else:
-        csv.writer(out, lineterminator=ending).writerows([head, *([r.get(name, "") for name in head] for r in rows)])
+        csv.writer(out, lineterminator=ending).writerows(
+            [head, *([r.get(name, "") for name in head] for r in rows)]
+        )
     content, whole = out.getvalue().encode("utf-8", "surrogatepass"), True
     if rng.random() < 0.4:
         content, whole = spoiled(content, rng), False
@@ -665,7 +734,9 @@ def lines_of_text(rng, folder):
     path.write_bytes(content)
     rows = [
         {"text": line}
-        for line in re.split(r"\r\n|\r|\n", re.sub(r"(\r\n|\r|\n)\Z", "", content.decode("utf-8-sig", "replace")))
+        for line in re.split(
+            r"\r\n|\r|\n", re.sub(r"(\r\n|\r|\n)\Z", "", content.decode("utf-8-sig", "replace"))
+        )
     ]
     assert_texts(data_settings(rng, path, "causal-lm", 3), lambda: rows)
 
@@ -681,7 +752,12 @@ def parquet(rng, folder):
     try:
         made = pyarrow.Table.from_pylist(rows)
     except Exception:  # no table can hold these
-        rows = [{"text": rng.choice([b"bytes", "text", None, 1.5, [1]]), "label": rng.choice([None, 1, 0.5])}]
+        rows = [
+            {
+                "text": rng.choice([b"bytes", "text", None, 1.5, [1]]),
+                "label": rng.choice([None, 1, 0.5]),
+            }
+        ]
         made = pyarrow.Table.from_pylist(rows)
     out = io.BytesIO()
     try:
@@ -713,7 +789,9 @@ def dataset_name(rng, folder):
         *(t + e for t in TEXTS for e in (".jsonl", ".csv", "/a/b")),
     ]
     cfg = RunConfig(
-        dataset=mostly(rng, ["data.jsonl", "./data.jsonl", str(Path("data.jsonl").absolute())], names)
+        dataset=mostly(
+            rng, ["data.jsonl", "./data.jsonl", str(Path("data.jsonl").absolute())], names
+        )
         if rng.random() < 0.3
         else rng.choice(names)
     )
@@ -726,7 +804,9 @@ def questions(rng, folder):
     rows = []
     for _ in range(rng.randrange(1, 5)):
         rows.append(
-            {"question": word(rng), "id": rng.choice([1, "a", None])} if rng.random() < 0.5 else row(rng, "chat")
+            {"question": word(rng), "id": rng.choice([1, "a", None])}
+            if rng.random() < 0.5
+            else row(rng, "chat")
         )
     rows = changed(rows, rng) if rng.random() < 0.5 else rows
     content = b"\n".join(
@@ -735,7 +815,9 @@ def questions(rng, folder):
     )
     Path("q.jsonl").write_bytes(spoiled(content, rng) if rng.random() < 0.2 else content)
     found, left_out = load_questions(
-        RunConfig(dataset="q.jsonl", start_idx=rng.choice([0, 0, 1]), slice_size=rng.choice([1, 9])),
+        RunConfig(
+            dataset="q.jsonl", start_idx=rng.choice([0, 0, 1]), slice_size=rng.choice([1, 9])
+        ),
         system_prompt=rng.choice([None, "Be."]),
     )
     read = Lines(Path("q.jsonl").read_bytes())
@@ -765,7 +847,12 @@ def slices(rng, folder):
             None
             if rng.random() > often
             else rng.choice(
-                [rng.randrange(-1, count + 2), rng.randrange(count), count, nasty(rng) if rng.random() < 0.3 else 1]
+                [
+                    rng.randrange(-1, count + 2),
+                    rng.randrange(count),
+                    count,
+                    nasty(rng) if rng.random() < 0.3 else 1,
+                ]
             )
         )
 
@@ -785,7 +872,11 @@ def slices(rng, folder):
     assert [start for start, _ in series.bounds] == ends[:-1] and all(
         0 < end - start <= cfg.slice_size for start, end in series.bounds
     ), series.bounds
-    assert series.bounds and series.bounds[0][0] >= 0 and (cfg.end_idx is None or ends[-1] == cfg.end_idx)
+    assert (
+        series.bounds
+        and series.bounds[0][0] >= 0
+        and (cfg.end_idx is None or ends[-1] == cfg.end_idx)
+    )
     if cfg.dataset != "data.jsonl":
         return
     assert ends[-1] <= count
@@ -811,13 +902,20 @@ def names(rng, folder):
     )
     Path("a file").touch()
     before = {p for p in folder.rglob("*")}
-    made = RunDir.create(cfg, rng.choice([None, 7, 10**9])) if rng.random() < 0.7 else RunDir.common(cfg)
+    made = (
+        RunDir.create(cfg, rng.choice([None, 7, 10**9]))
+        if rng.random() < 0.7
+        else RunDir.common(cfg)
+    )
     root = Path(cfg.run_root).resolve()
     assert (
-        made.path.parent == root and (cfg.run_name is None or made.name.startswith(cfg.run_name)) and made.path != root
+        made.path.parent == root
+        and (cfg.run_name is None or made.name.startswith(cfg.run_name))
+        and made.path != root
     ), made
     assert ".." in cfg.run_root or all(
-        p.is_relative_to(made.path) or made.path.is_relative_to(p) for p in set(folder.rglob("*")) - before
+        p.is_relative_to(made.path) or made.path.is_relative_to(p)
+        for p in set(folder.rglob("*")) - before
     )
     if (made.path / "config.json").exists():
         assert made.config() == cfg.replace(run_root=str(root), run_name=made.name)
@@ -862,7 +960,10 @@ def resume_file(rng, folder):
         )
         assert not any(part in ("", ".", "..") for part in repo.split("/")), repo
     there = find_checkpoints(asked)
-    assert all(path.exists() for path in there) and bool(there) == (value in good[:4]), (value, there)
+    assert all(path.exists() for path in there) and bool(there) == (value in good[:4]), (
+        value,
+        there,
+    )
     assert value in good or found, value
 
 
@@ -890,9 +991,27 @@ def rdzv(rng, folder):
         "h/x",
         *TEXTS,
     ]
-    ports = ["29400", "1", "65535", "0", "65536", "-1", "²", "١٢", "", " 80", "80 ", "0x50", "9" * 5000, "http", *TEXTS]
+    ports = [
+        "29400",
+        "1",
+        "65535",
+        "0",
+        "65536",
+        "-1",
+        "²",
+        "١٢",
+        "",
+        " 80",
+        "80 ",
+        "0x50",
+        "9" * 5000,
+        "http",
+        *TEXTS,
+    ]
     address = (
-        f"{mostly(rng, hosts[:5], hosts)}:{mostly(rng, ports[:3], ports)}" if rng.random() < 0.9 else rng.choice(TEXTS)
+        f"{mostly(rng, hosts[:5], hosts)}:{mostly(rng, ports[:3], ports)}"
+        if rng.random() < 0.9
+        else rng.choice(TEXTS)
     )
     node = find_node(
         RunConfig(nnodes=rng.choice([1, 2, 3])),
@@ -924,7 +1043,9 @@ def make_checkpoint(run_dir, cfg, name="opt-tiny_0-5000-epoch-1"):
         "num_rows": 9,
         "step": 3,
         "slice_step": 3,
-        "trained": [{"start_idx": 0, "end_idx": 5000, "epochs": 1, "steps": 3, "position": 9, "num_rows": 9}],
+        "trained": [
+            {"start_idx": 0, "end_idx": 5000, "epochs": 1, "steps": 3, "position": 9, "num_rows": 9}
+        ],
     }
     (folder / "progress.json").write_text(json.dumps(progress))
     files = {path.name: digest(path) for path in folder.iterdir()}
@@ -952,10 +1073,21 @@ def manifest(rng, folder):
         path.write_bytes(json.dumps({"commit": body, "sha256": commit_digest(body)}).encode())
     elif what == 3:
         name = rng.choice(
-            ["../../../../secret.txt", str(Path("secret.txt").absolute()), "link", "sub/x", ".", "..", *TEXTS]
+            [
+                "../../../../secret.txt",
+                str(Path("secret.txt").absolute()),
+                "link",
+                "sub/x",
+                ".",
+                "..",
+                *TEXTS,
+            ]
         )
         (checkpoint / "link").symlink_to(Path("secret.txt").absolute())
-        body = {**record["commit"], "files": {**record["commit"]["files"], name: digest(Path("secret.txt"))}}
+        body = {
+            **record["commit"],
+            "files": {**record["commit"]["files"], name: digest(Path("secret.txt"))},
+        }
         path.write_bytes(json.dumps({"commit": body, "sha256": commit_digest(body)}).encode())
     else:
         other = rng.choice(sorted(checkpoint.iterdir()))
@@ -971,7 +1103,9 @@ def manifest(rng, folder):
             assert digest(checkpoint / name) == about
     elif do == 1:
         progress = read_progress(checkpoint)
-        assert progress == json.loads((checkpoint / "progress.json").read_bytes()) and isinstance(progress, dict)
+        assert progress == json.loads((checkpoint / "progress.json").read_bytes()) and isinstance(
+            progress, dict
+        )
     elif do == 2:
         assert all(c == checkpoint for c in find_checkpoints(cfg))
     elif path.exists():
@@ -1037,29 +1171,52 @@ def run_directory(rng, folder):
     cfg = RunConfig(run_root="runs", hf_repo=rng.choice([None, "me/mine"]))
     run_dir = RunDir.create(cfg)
     make_checkpoint(run_dir, cfg)
-    status = {**STATUS, "state": rng.choice(["done", "done", "failed", "running", "stopped", "starting"])}
+    status = {
+        **STATUS,
+        "state": rng.choice(["done", "done", "failed", "running", "stopped", "starting"]),
+    }
     if status["state"] == "failed":
         status["failure"] = {
-            k: v for k, v in FAILURE.items() if rng.random() < 0.8 or k in ("text", "pid", "traceback")
+            k: v
+            for k, v in FAILURE.items()
+            if rng.random() < 0.8 or k in ("text", "pid", "traceback")
         }
     files = {
         "status.json": status,
         "estimate.json": {"needed": 1, "remarks": []},
-        "hub.json": {"repo": "me/mine", "url": None, "uploaded": {}, "pending": [], "error": None, "attempts": 0},
+        "hub.json": {
+            "repo": "me/mine",
+            "url": None,
+            "uploaded": {},
+            "pending": [],
+            "error": None,
+            "attempts": 0,
+        },
         "config.json": json.loads((run_dir.path / "config.json").read_text()),
         "generation.json": {"output": "o.jsonl", "stop": []},
         "errors/rank0.json": {
             "message": {
                 "message": "m",
-                "extraInfo": {"type": "ValueError", "text": "no", "clear": False, "time": 1.5, "py_callstack": "x"},
+                "extraInfo": {
+                    "type": "ValueError",
+                    "text": "no",
+                    "clear": False,
+                    "time": 1.5,
+                    "py_callstack": "x",
+                },
             }
         },
     }
     for name, value in files.items():
         (run_dir.path / name).write_text(json.dumps(value))
-    lines_now = [json.dumps({**METRIC, "step": step, "loss": rng.choice([2.5, None])}).encode() for step in range(1, 4)]
+    lines_now = [
+        json.dumps({**METRIC, "step": step, "loss": rng.choice([2.5, None])}).encode()
+        for step in range(1, 4)
+    ]
     (run_dir.path / "beats/rank0").write_text("1 2 step\n")
-    damaged = rng.choice([*files, "status.json", "status.json", "metrics.jsonl", "metrics.jsonl", "beats/rank0"])
+    damaged = rng.choice(
+        [*files, "status.json", "status.json", "metrics.jsonl", "metrics.jsonl", "beats/rank0"]
+    )
     if damaged == "metrics.jsonl":
         place = rng.randrange(3)
         lines_now[place] = rng.choice(
@@ -1075,7 +1232,13 @@ def run_directory(rng, folder):
     )
     if damaged == "beats/rank0":
         (run_dir.path / damaged).write_bytes(
-            rng.choice([spoiled(b"1 2 step\n", rng), rng.choice(TEXTS).encode("utf-8", "surrogatepass"), b"a b c"])
+            rng.choice(
+                [
+                    spoiled(b"1 2 step\n", rng),
+                    rng.choice(TEXTS).encode("utf-8", "surrogatepass"),
+                    b"a b c",
+                ]
+            )
         )
     elif damaged in files and rng.random() < 0.5:
         (run_dir.path / damaged).write_bytes(spoiled((run_dir.path / damaged).read_bytes(), rng))
@@ -1084,7 +1247,9 @@ def run_directory(rng, folder):
     use = rng.choice(list(READERS))
     found = READERS[use](run_dir, cfg)
     if use == "status":
-        assert isinstance(found, dict) and found == json.loads((run_dir.path / "status.json").read_bytes())
+        assert isinstance(found, dict) and found == json.loads(
+            (run_dir.path / "status.json").read_bytes()
+        )
     if use in ("metrics", "recent_metrics") and damaged != "metrics.jsonl":
         assert [m["step"] for m in found][:2] == [1, 2]
 
@@ -1123,16 +1288,25 @@ def shards(rng, folder):
     "Answers on their way to a file, and the name of a reward."
     Path("s").mkdir()
     lines_now = [
-        json.dumps({"key": k, "time": t, "record": {"a": 1}}).encode() for k, t in (("a", 1.0), ("b", 2.0), ("a", 3.0))
+        json.dumps({"key": k, "time": t, "record": {"a": 1}}).encode()
+        for k, t in (("a", 1.0), ("b", 2.0), ("a", 3.0))
     ]
     place = rng.randrange(3)
     lines_now[place] = rng.choice(
-        [spoiled(lines_now[place], rng), as_json(changed(json.loads(lines_now[place]), rng), rng).replace(b"\n", b"")]
+        [
+            spoiled(lines_now[place], rng),
+            as_json(changed(json.loads(lines_now[place]), rng), rng).replace(b"\n", b""),
+        ]
     )
     Path("s/rank0.jsonl").write_bytes(b"\n".join(lines_now) + b"\n")
     found = completions.read_shards(Path("s"))
-    assert all(record["key"] == key for key, record in found.items()) and (place == 1 or "b" in found)
-    share, numbers = rng.choice([0, 0.1, 0.5, 1]), [rng.randrange(50) for _ in range(rng.randrange(5))]
+    assert all(record["key"] == key for key, record in found.items()) and (
+        place == 1 or "b" in found
+    )
+    share, numbers = (
+        rng.choice([0, 0.1, 0.5, 1]),
+        [rng.randrange(50) for _ in range(rng.randrange(5))],
+    )
     chosen = completions.validation_questions(numbers, share, rng.randrange(9))
     assert chosen <= set(numbers) and (len(chosen) < len(set(numbers)) or not numbers)
     if rng.random() < 0.7:
@@ -1160,7 +1334,9 @@ TOKEN = "hf_" + "Ab1" * 10
 RESOURCES = {
     "image": f"registry.example/multigpu-ft@sha256:{'0' * 64}",
     "replicas": 2,
-    "resources": {"gpu": {"accelerator_count": 1, "accelerator": "h100", "memory": "64Gi", "cpu": 8}},
+    "resources": {
+        "gpu": {"accelerator_count": 1, "accelerator": "h100", "memory": "64Gi", "cpu": 8}
+    },
     "config_map": {"NCCL_DEBUG": "WARN"},
     "shared_volume": {"size": "200Gi"},
     "secret": "tokens",
@@ -1170,7 +1346,9 @@ RESOURCES = {
 }
 YAMLS = [
     "a: &a [x, x]\n"
-    + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)),
+    + "".join(
+        f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
+    ),
     "a: &a [*a]",
     "a: *nowhere",
     "&a {*a : 1}",
@@ -1228,13 +1406,15 @@ def resources(rng, folder):
     what = rng.randrange(4)
     if what == 0:
         good = yaml.safe_dump(RESOURCES)
-        content = rng.choice([rng.choice(YAMLS), good + rng.choice(YAMLS), rng.choice(YAMLS) + "\n" + good]).encode(
-            "utf-8", "surrogatepass"
-        )
+        content = rng.choice(
+            [rng.choice(YAMLS), good + rng.choice(YAMLS), rng.choice(YAMLS) + "\n" + good]
+        ).encode("utf-8", "surrogatepass")
     else:
         values = changed(RESOURCES, rng) if what < 3 or rng.random() < 0.7 else RESOURCES
         try:
-            content = yaml.safe_dump(values, allow_unicode=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+            content = yaml.safe_dump(values, allow_unicode=rng.random() < 0.5).encode(
+                "utf-8", "surrogatepass"
+            )
         except (yaml.YAMLError, RecursionError):
             content = json.dumps(values).encode()
         if what == 2:
@@ -1246,7 +1426,9 @@ def resources(rng, folder):
     except ConfigError as error:
         assert TOKEN not in str(error), "a token is shown"
         raise
-    assert Resources(**found.model_dump()) == found and TOKEN not in repr(found) and source == "r.yaml"
+    assert (
+        Resources(**found.model_dump()) == found and TOKEN not in repr(found) and source == "r.yaml"
+    )
     cfg = RunConfig(
         model="a/b",
         dataset="c/d",
@@ -1294,8 +1476,14 @@ def deepspeed(rng, folder):
     )
     content = as_json(values, rng) if rng.random() < 0.7 else spoiled(as_json(values, rng), rng)
     Path("ds.json").write_bytes(content)
-    given = mostly(rng, ["ds.json", content.decode("utf-8", "replace")], ["ds.json", "missing.json", ".", *TEXTS])
-    cfg = RunConfig(strategy=rng.choice(["zero1", "zero2", "zero2", "zero2", "zero3"]), deepspeed_config=given)
+    given = mostly(
+        rng,
+        ["ds.json", content.decode("utf-8", "replace")],
+        ["ds.json", "missing.json", ".", *TEXTS],
+    )
+    cfg = RunConfig(
+        strategy=rng.choice(["zero1", "zero2", "zero2", "zero2", "zero3"]), deepspeed_config=given
+    )
     own = read_zero_config(cfg, rng.choice([None, 2]), rng.choice([None, "bf16"]))
     told = zero_settings(cfg, 2, "bf16", [10, 20])
     assert (
@@ -1334,7 +1522,14 @@ def supervisor(rng, folder):
         "config": supervisor_module._comparable(cfg),
     }
     message = rng.choice(
-        [{"join": join}, {"join": join}, {"ended": {"failure": None}}, {"lost": "x"}, {"stop": ""}, {}]
+        [
+            {"join": join},
+            {"join": join},
+            {"ended": {"failure": None}},
+            {"lost": "x"},
+            {"stop": ""},
+            {},
+        ]
     )
     message = message if rng.random() < 0.2 else changed(message, rng)
     content = as_json(message, random.Random(0)).replace(b"\n", b"")
@@ -1451,7 +1646,11 @@ def fuzz(names, inputs, first_seed, seconds=LONGEST_S):
                 counts[end] += 1
             else:
                 failures[seed] = end
-        report[name] = {**counts, "failures": failures, "seconds": round(time.monotonic() - begun, 1)}
+        report[name] = {
+            **counts,
+            "failures": failures,
+            "seconds": round(time.monotonic() - begun, 1),
+        }
     return report
 
 
@@ -1459,14 +1658,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inputs", type=int, default=20000, help="of all surfaces together")
     parser.add_argument(
-        "--seed", "--first-seed", type=int, default=0, dest="first_seed", help="of the first input of each surface"
+        "--seed",
+        "--first-seed",
+        type=int,
+        default=0,
+        dest="first_seed",
+        help="of the first input of each surface",
     )
     parser.add_argument("--only", choices=SURFACES)
     parser.add_argument("--shown", type=int, default=3, help="failures of a surface that are shown")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     names = [options.only] if options.only else list(SURFACES)
-    print(f"{'surface':16} {'inputs':>7} {'accepted':>9} {'refused':>8} {'failures':>9} {'seconds':>8}")
+    print(
+        f"{'surface':16} {'inputs':>7} {'accepted':>9} {'refused':>8} {'failures':>9} {'seconds':>8}"
+    )
     report = {}
     for name in names:
         counted = fuzz([name], -(-options.inputs // len(names)), options.first_seed)[name]
@@ -1487,7 +1693,8 @@ def main():
     )
     if options.json:
         options.json.write_text(
-            json.dumps({"first_seed": options.first_seed, **total, "surfaces": report}, indent=1) + "\n"
+            json.dumps({"first_seed": options.first_seed, **total, "surfaces": report}, indent=1)
+            + "\n"
         )
     sys.exit(total["failures"] > 0)
 

@@ -37,7 +37,11 @@ def missing():
     probe = f"probe{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True)
-    return f"needs the right to make network namespaces: {made.stderr.strip()}" if made.returncode else None
+    return (
+        f"needs the right to make network namespaces: {made.stderr.strip()}"
+        if made.returncode
+        else None
+    )
 
 
 def ip(*words):
@@ -59,7 +63,20 @@ class Hosts:
         ip("-n", self.switch, "link", "set", "bridge", "up")
         for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             ip("netns", "add", name)
-            ip("-n", self.switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip(
+                "-n",
+                self.switch,
+                "link",
+                "add",
+                f"port{number}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                name,
+            )
             ip("-n", self.switch, "link", "set", f"port{number}", "master", "bridge", "up")
             ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
@@ -102,7 +119,12 @@ class Hosts:
         out = open(log, "w") if log else subprocess.PIPE
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
         )
         self.started.append(process)
         return process
@@ -118,9 +140,12 @@ class Hosts:
             + "".join(f"{a} {name}-{n}.{name} {name}-{n}\n" for n, a in enumerate(self.addresses))
         )
         container = template["spec"]["containers"][0]
-        command = [word.replace("$(JOB_COMPLETION_INDEX)", str(host)) for word in container["command"]]
+        command = [
+            word.replace("$(JOB_COMPLETION_INDEX)", str(host)) for word in container["command"]
+        ]
         binds = "".join(
-            f"mkdir -p .{path}; mount --rbind {path} .{path}; " for path in (sys.prefix, sys.base_prefix, REPO)
+            f"mkdir -p .{path}; mount --rbind {path} .{path}; "
+            for path in (sys.prefix, sys.base_prefix, REPO)
         )
         script = (
             f"set -e; hostname {name}-{host}; mount --make-rprivate /; mount -t tmpfs tmpfs /mnt; mkdir /mnt/upper /mnt/work /mnt/root; "
@@ -154,7 +179,12 @@ class Hosts:
             *command,
         ]
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
         )
         self.started.append(process)
         return process
@@ -202,7 +232,10 @@ def workers(folder):
 
 
 def losses(run_dir):
-    return [(record["step"], record["loss"], record["grad_norm"]) for record in RunDir(run_dir).metrics()]
+    return [
+        (record["step"], record["loss"], record["grad_norm"])
+        for record in RunDir(run_dir).metrics()
+    ]
 
 
 class Cuts:
@@ -210,8 +243,15 @@ class Cuts:
 
     In the end losses and weights are, bit for bit, those of a run that nobody disturbed."""
 
-    def __init__(self, folder, material, server, seed=0, strategy="fsdp", shared=True, nproc=2, timeout_s=5):
-        self.server, self.folder, self.random, self.shared = server, Path(folder), random.Random(seed), shared
+    def __init__(
+        self, folder, material, server, seed=0, strategy="fsdp", shared=True, nproc=2, timeout_s=5
+    ):
+        self.server, self.folder, self.random, self.shared = (
+            server,
+            Path(folder),
+            random.Random(seed),
+            shared,
+        )
         self.cfg = faults.config(
             material,
             self.folder / "runs",
@@ -231,7 +271,8 @@ class Cuts:
     def expected(self):
         "Losses and weights of a run of as many ranks on one machine."
         self.server.finish(
-            self.cfg.replace(run_name="calm", nnodes=1, nproc=2 * self.cfg.nproc, max_restarts=0), seconds=300
+            self.cfg.replace(run_name="calm", nnodes=1, nproc=2 * self.cfg.nproc, max_restarts=0),
+            seconds=300,
         )
         return self._outcome("calm")
 
@@ -241,7 +282,8 @@ class Cuts:
 
     def _config(self, host, name):
         return self.cfg.replace(
-            run_name=name, run_root=str(self.folder / ("runs" if self.shared or host == 0 else f"disk{host}"))
+            run_name=name,
+            run_root=str(self.folder / ("runs" if self.shared or host == 0 else f"disk{host}")),
         )
 
     def trial(self, hosts, run, nodes):
@@ -252,7 +294,9 @@ class Cuts:
         time.sleep(self.random.uniform(0, 3 if in_training else 6))
         hosts.cut()
         began = time.monotonic()
-        ranks = {p for p in workers(self.folder) if "multigpu_ft.launcher.supervisor" not in p.cmdline()}
+        ranks = {
+            p for p in workers(self.folder) if "multigpu_ft.launcher.supervisor" not in p.cmdline()
+        }
         while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks):
             assert time.monotonic() - began < self.cfg.timeout_s + 10, (
                 f"{ranks} are there {time.monotonic() - began:.1f} s after the cut"
@@ -269,14 +313,23 @@ class Cuts:
             for number in itertools.count(1):
                 name = f"cut{number}"
                 run = RunDir(self.folder / "runs" / name)
-                nodes = [hosts.train(n, self._config(n, name), log=self.folder / f"node{n}.log") for n in range(2)]
+                nodes = [
+                    hosts.train(n, self._config(n, name), log=self.folder / f"node{n}.log")
+                    for n in range(2)
+                ]
                 while len(self.gone) < count and nodes[0].poll() is None:
                     self.trial(hosts, run, nodes)
                 codes, _ = wait(nodes, 300)
-                assert codes == [0, 0], "\n".join((self.folder / f"node{n}.log").read_text()[-3000:] for n in range(2))
-                assert self._outcome(name) == expected, "losses or weights are not those of a run that nobody disturbed"
+                assert codes == [0, 0], "\n".join(
+                    (self.folder / f"node{n}.log").read_text()[-3000:] for n in range(2)
+                )
+                assert self._outcome(name) == expected, (
+                    "losses or weights are not those of a run that nobody disturbed"
+                )
                 assert not workers(self.folder)
-                self.restarts += sum(remark.startswith("restart") for remark in run.status().get("remarks", []))
+                self.restarts += sum(
+                    remark.startswith("restart") for remark in run.status().get("remarks", [])
+                )
                 if len(self.gone) == count:
                     break
         return {

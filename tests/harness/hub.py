@@ -43,7 +43,9 @@ class Faults:
 
     def __init__(self, seed=0):
         self.rng, self.lock = random.Random(seed), threading.Lock()
-        self.cut_up = self.cut_down = 0.0  # chances that the connection is cut during an upload or a download
+        self.cut_up = self.cut_down = (
+            0.0  # chances that the connection is cut during an upload or a download
+        )
         self.busy = 0.0  # chance of an answer of 500, 503 or 429
         self.bytes_per_second = None
         self.outage_until = 0.0  # by time.monotonic(); until then connections are closed at once
@@ -119,7 +121,11 @@ class Hub:
     def create(self, repo, private=False):
         with self.lock:
             self.repos[repo] = {"private": private, "revisions": []}
-            self.commit(repo, {".gitattributes": self.regular(b"*.safetensors filter=lfs\n")}, "initial commit")
+            self.commit(
+                repo,
+                {".gitattributes": self.regular(b"*.safetensors filter=lfs\n")},
+                "initial commit",
+            )
 
     def regular(self, content):
         return {
@@ -132,13 +138,19 @@ class Hub:
     def commit(self, repo, tree, message):
         revisions = self.repos[repo]["revisions"]
         body = json.dumps([len(revisions), message, tree, repo], sort_keys=True)
-        revisions.append({"sha": hashlib.sha1(body.encode()).hexdigest(), "tree": tree, "message": message})
+        revisions.append(
+            {"sha": hashlib.sha1(body.encode()).hexdigest(), "tree": tree, "message": message}
+        )
         return revisions[-1]["sha"]
 
     def revision(self, repo, name):
         "Return the revision of `repo` for `name`, a branch or a commit."
         revisions = self.repos[repo]["revisions"]
-        found = revisions[-1] if name == "main" else next((r for r in revisions if r["sha"] == name), None)
+        found = (
+            revisions[-1]
+            if name == "main"
+            else next((r for r in revisions if r["sha"] == name), None)
+        )
         if not found:
             raise Refused(404, "RevisionNotFound")
         return found
@@ -163,7 +175,9 @@ class Hub:
     def checkpoints(self, repo):
         "Return the names of the checkpoints in `repo`."
         return (
-            sorted({path.split("/")[1] for path in self.tree(repo) if path.startswith("checkpoints/")})
+            sorted(
+                {path.split("/")[1] for path in self.tree(repo) if path.startswith("checkpoints/")}
+            )
             if repo in self.repos
             else []
         )
@@ -176,9 +190,9 @@ def incomplete(hub, tree):
             yield f"{folder} has no commit.json"
             continue
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            for name, about in json.loads(hub.object(tree[f"{folder}/commit.json"]["sha"]).read_bytes())["commit"][
-                "files"
-            ].items():
+            for name, about in json.loads(
+                hub.object(tree[f"{folder}/commit.json"]["sha"]).read_bytes()
+            )["commit"]["files"].items():
                 file = tree.get(f"{folder}/{name}")
                 if not file or (file["size"], file["sha"]) != (about["bytes"], about["sha256"]):
                     yield f"{folder}/{name} is {'altered' if file else 'missing'}"
@@ -197,7 +211,9 @@ class _Handler(BaseHTTPRequestHandler):
         except (Cut, ConnectionError):
             self.close_connection = True
             with contextlib.suppress(OSError):  # a reset, not an orderly end
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+                self.connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0"
+                )
 
     def answer(self):
         hub, faults = self.hub, self.hub.faults
@@ -214,7 +230,11 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self.route()
         except Refused as error:
-            self.reply(error.code, {"error": error.text}, {"X-Error-Code": error.error, "X-Error-Message": error.text})
+            self.reply(
+                error.code,
+                {"error": error.text},
+                {"X-Error-Code": error.error, "X-Error-Message": error.text},
+            )
 
     do_GET = do_POST = do_PUT = do_HEAD = answer
 
@@ -265,7 +285,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        end = faults.below(len(content)) if content and faults.draw("cut down", faults.cut_down) else len(content)
+        end = (
+            faults.below(len(content))
+            if content and faults.draw("cut down", faults.cut_down)
+            else len(content)
+        )
         for start in range(0, end, 16384):
             piece = content[start : min(end, start + 16384)]
             self.wfile.write(piece)
@@ -311,7 +335,13 @@ class _Handler(BaseHTTPRequestHandler):
         role = {"role": "write" if token == WRITE else "read", "displayName": "test"}
         orgs = [{"name": "lab", "roleInOrg": "write"}]
         self.reply(
-            200, {"type": "user", "name": "jane", "orgs": orgs, "auth": {"type": "access_token", "accessToken": role}}
+            200,
+            {
+                "type": "user",
+                "name": "jane",
+                "orgs": orgs,
+                "auth": {"type": "access_token", "accessToken": role},
+            },
         )
 
     def create(self):
@@ -324,7 +354,8 @@ class _Handler(BaseHTTPRequestHandler):
             if not there:
                 self.hub.create(repo, asked.get("private") or asked.get("visibility") == "private")
         self.reply(
-            409 if there else 200, {"url": f"{self.hub.url}/{repo}", "error": "You already created this model repo"}
+            409 if there else 200,
+            {"url": f"{self.hub.url}/{repo}", "error": "You already created this model repo"},
         )
 
     def validate(self):
@@ -332,7 +363,8 @@ class _Handler(BaseHTTPRequestHandler):
         found = re.match(r"---\n(.*?)\n---\n", text, re.S)
         bad = re.search(r"^base_model: (?![\w.-]+/[\w.-]+$).*", found[1], re.M) if found else None
         self.reply(
-            400 if bad else 200, {"errors": [{"message": f"{bad[0]} is no Hub id"}] if bad else [], "warnings": []}
+            400 if bad else 200,
+            {"errors": [{"message": f"{bad[0]} is no Hub id"}] if bad else [], "warnings": []},
         )
 
     def info(self, repo, revision="main"):
@@ -362,8 +394,14 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         for path, file in sorted(tree.items()):
             if path.startswith(prefix):
-                lfs = {"lfs": {"oid": file["sha"], "size": file["size"], "pointerSize": 130}} if file["lfs"] else {}
-                entries.append({"type": "file", "path": path, "oid": file["oid"], "size": file["size"], **lfs})
+                lfs = (
+                    {"lfs": {"oid": file["sha"], "size": file["size"], "pointerSize": 130}}
+                    if file["lfs"]
+                    else {}
+                )
+                entries.append(
+                    {"type": "file", "path": path, "oid": file["oid"], "size": file["size"], **lfs}
+                )
         begin = int(self.query.get("cursor", ["0"])[0])
         more = {}
         if begin + PAGE < len(entries):
@@ -425,7 +463,9 @@ class _Handler(BaseHTTPRequestHandler):
     def complete(self, number):
         parts = self.hub.uploads[number]
         content = b"".join(self.hub.object(parts[i]).read_bytes() for i in sorted(parts))
-        if self.hub.keep(content) != number.partition("-")[0] or len(self.json()["parts"]) != len(parts):
+        if self.hub.keep(content) != number.partition("-")[0] or len(self.json()["parts"]) != len(
+            parts
+        ):
             raise Refused(400, "", "the content has another digest")
         self.reply(200, {})
 
@@ -461,7 +501,8 @@ class _Handler(BaseHTTPRequestHandler):
                     gone = [
                         p
                         for p in tree
-                        if p == path or (line["key"] == "deletedFolder" and p.startswith(path.rstrip("/") + "/"))
+                        if p == path
+                        or (line["key"] == "deletedFolder" and p.startswith(path.rstrip("/") + "/"))
                     ]
                     if not gone:
                         raise Refused(404, "EntryNotFound", "A file with this name doesn't exist")
@@ -469,9 +510,13 @@ class _Handler(BaseHTTPRequestHandler):
                         del tree[p]
             sha = self.hub.commit(repo, tree, lines[0]["value"]["summary"])
             self.hub.violations += [
-                f"{repo} {lines[0]['value']['summary']}: {problem}" for problem in incomplete(self.hub, tree)
+                f"{repo} {lines[0]['value']['summary']}: {problem}"
+                for problem in incomplete(self.hub, tree)
             ]
-        self.reply(200, {"commitUrl": f"{self.hub.url}/{repo}/commit/{sha}", "commitOid": sha, "success": True})
+        self.reply(
+            200,
+            {"commitUrl": f"{self.hub.url}/{repo}/commit/{sha}", "commitOid": sha, "success": True},
+        )
 
     def resolve(self, repo, revision, path):
         self.may(repo)
@@ -485,16 +530,27 @@ class _Handler(BaseHTTPRequestHandler):
             "Accept-Ranges": "bytes",
         }
         if file["lfs"]:
-            host = self.hub.url.replace("127.0.0.1", "localhost")  # another host, as for the Hub's storage
+            host = self.hub.url.replace(
+                "127.0.0.1", "localhost"
+            )  # another host, as for the Hub's storage
             where = {"Location": f"{host}/objects/{file['sha']}?signature=secret"}
             return self.send(
-                302, b"", {**about, **where, "X-Linked-Etag": f'"{file["sha"]}"', "X-Linked-Size": str(file["size"])}
+                302,
+                b"",
+                {
+                    **about,
+                    **where,
+                    "X-Linked-Etag": f'"{file["sha"]}"',
+                    "X-Linked-Size": str(file["size"]),
+                },
             )
         self.content(file["sha"], about)
 
     def stored(self, sha):
         if self.headers.get("Authorization"):
-            raise Refused(400, "", "the token belongs to the Hub, not to the place where it keeps files")
+            raise Refused(
+                400, "", "the token belongs to the Hub, not to the place where it keeps files"
+            )
         self.content(sha, {"ETag": f'"{sha}"', "Accept-Ranges": "bytes"})
 
     def content(self, sha, about):
@@ -505,7 +561,11 @@ class _Handler(BaseHTTPRequestHandler):
         begin = int(wanted[1])
         if begin >= len(content):
             return self.send(416, b"", {"Content-Range": f"bytes */{len(content)}"})
-        self.send(206, content[begin:], {**about, "Content-Range": f"bytes {begin}-{len(content) - 1}/{len(content)}"})
+        self.send(
+            206,
+            content[begin:],
+            {**about, "Content-Range": f"bytes {begin}-{len(content) - 1}/{len(content)}"},
+        )
 
 
 _REPO = r"(?P<repo>[\w.-]+/[\w.-]+?)"
@@ -565,7 +625,9 @@ def client_main():
     def pull(cfg, root):
         # Otherwise the library waits for seconds between its own retries.
         huggingface_hub.set_client_factory(repository.client_factory())
-        path, remote = download.pull(RunConfig(**cfg), Path(root), patience=repository.Patience(**QUICK))
+        path, remote = download.pull(
+            RunConfig(**cfg), Path(root), patience=repository.Patience(**QUICK)
+        )
         return {"path": str(path), "revision": remote.revision}
 
     def find(cfg):
@@ -668,9 +730,20 @@ def add_checkpoint(run, step, rng, sizes=(3 * PART + 1000, 100_000)):
     partial.mkdir()
     for rank, size in enumerate(sizes):
         (partial / f"rank{rank}.safetensors").write_bytes(rng.randbytes(size))
-    slices = [{"start_idx": 0, "end_idx": 48, "epochs": 0, "steps": step, "position": step, "num_rows": 48}]
+    slices = [
+        {
+            "start_idx": 0,
+            "end_idx": 48,
+            "epochs": 0,
+            "steps": step,
+            "position": step,
+            "num_rows": 48,
+        }
+    ]
     write_json(partial / "progress.json", {"step": step, "trained": slices})
-    path = commit(partial, fingerprint(run.config()), {p.name: digest(p) for p in sorted(partial.iterdir())})
+    path = commit(
+        partial, fingerprint(run.config()), {p.name: digest(p) for p in sorted(partial.iterdir())}
+    )
     retire(run, run.config().keep)
     return path
 
@@ -691,11 +764,14 @@ def is_there(hub, run, name):
     repo = run.config().hf_repo
     tree = hub.tree(repo) if repo in hub.repos else {}
     folder, prefix = (
-        (run.path / "export", "") if name == "export" else (run.path / "checkpoints" / name, f"checkpoints/{name}/")
+        (run.path / "export", "")
+        if name == "export"
+        else (run.path / "checkpoints" / name, f"checkpoints/{name}/")
     )
     files = [p for p in folder.rglob("*") if p.is_file()]
     return bool(files) and all(
-        (at := tree.get(f"{prefix}{p.relative_to(folder)}")) and hub.object(at["sha"]).read_bytes() == p.read_bytes()
+        (at := tree.get(f"{prefix}{p.relative_to(folder)}"))
+        and hub.object(at["sha"]).read_bytes() == p.read_bytes()
         for p in files
     )
 
@@ -712,7 +788,11 @@ def trial(hub, client, seed):
     from multigpu_ft.checkpoints.manifest import verify_checkpoint
     from multigpu_ft.hub.upload import not_uploaded, wanted
 
-    rng, faults, story = random.Random(seed), hub.faults, {"kills": 0, "left": 0, "pulls killed": 0, "pulls failed": 0}
+    rng, faults, story = (
+        random.Random(seed),
+        hub.faults,
+        {"kills": 0, "left": 0, "pulls killed": 0, "pulls failed": 0},
+    )
     root = Path(tempfile.mkdtemp(prefix=f"trial{seed}-", dir=hub.folder))
     run = make_run(root / "runs", f"jane/trial{seed}", keep=rng.choice([1, 2]))
     before = dict(faults.happened)
@@ -759,7 +839,11 @@ def trial(hub, client, seed):
         len(hub.repos[run.config().hf_repo]["revisions"]),
     ) == (received, revisions)
 
-    cfg = {**run.config().model_dump(), "run_root": str(root / "cold"), "resume_file": f"hub:{run.config().hf_repo}"}
+    cfg = {
+        **run.config().model_dump(),
+        "run_root": str(root / "cold"),
+        "resume_file": f"hub:{run.config().hf_repo}",
+    }
     for _ in range(2):
         begin_faults()
         pid, out = client.start("pull", cfg=cfg, root=str(root / "cold"))
@@ -773,11 +857,14 @@ def trial(hub, client, seed):
             assert error.args[0] == "CheckpointError", f"seed {seed}: {error}"
             story["pulls failed"] += 1
     faults.end()
-    pulled, newest = Path(client("pull", cfg=cfg, root=str(root / "cold"))["path"]), run.checkpoints()[-1]
-    verify_checkpoint(pulled)
-    assert {p.name: p.read_bytes() for p in pulled.iterdir()} == {p.name: p.read_bytes() for p in newest.iterdir()}, (
-        f"seed {seed}"
+    pulled, newest = (
+        Path(client("pull", cfg=cfg, root=str(root / "cold"))["path"]),
+        run.checkpoints()[-1],
     )
+    verify_checkpoint(pulled)
+    assert {p.name: p.read_bytes() for p in pulled.iterdir()} == {
+        p.name: p.read_bytes() for p in newest.iterdir()
+    }, f"seed {seed}"
     shutil.rmtree(root)
     story["faults"] = {name: count - before.get(name, 0) for name, count in faults.happened.items()}
     return story

@@ -32,14 +32,26 @@ def violations(manifests):
     found = []
     for name, template in templates(manifests):
         found += [f"{name}: {said}" for said in _pod(template, manifests)]
-    found += _job(job_of(manifests), manifests) + _network(manifests) + _accounts(manifests) + _secrets(manifests)
+    found += (
+        _job(job_of(manifests), manifests)
+        + _network(manifests)
+        + _accounts(manifests)
+        + _secrets(manifests)
+    )
     for claim in find(manifests, "PersistentVolumeClaim"):
         if claim["spec"]["accessModes"] != ["ReadWriteMany"]:
-            found.append(f"the shared volume is {claim['spec']['accessModes']}, which one node can mount")
+            found.append(
+                f"the shared volume is {claim['spec']['accessModes']}, which one node can mount"
+            )
     for space in find(manifests, "Namespace"):
         if space["metadata"]["labels"].get("pod-security.kubernetes.io/enforce") != "restricted":
             found.append("the namespace does not enforce the restricted standard")
-    if kinds := {m["kind"] for m in manifests} & {"ClusterRole", "ClusterRoleBinding", "PersistentVolume", "Pod"}:
+    if kinds := {m["kind"] for m in manifests} & {
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "PersistentVolume",
+        "Pod",
+    }:
         found.append(f"{kinds} reach beyond the namespace, or are not replaced")
     return found
 
@@ -48,7 +60,9 @@ def _pod(template, manifests):
     spec, (container,) = template["spec"], template["spec"]["containers"]
     whole, own = spec.get("securityContext", {}), container.get("securityContext", {})
     checks = {
-        "image is not named by its digest": re.fullmatch(r"[^@]+@sha256:[0-9a-f]{64}", container["image"]),
+        "image is not named by its digest": re.fullmatch(
+            r"[^@]+@sha256:[0-9a-f]{64}", container["image"]
+        ),
         "may run as root": whole.get("runAsNonRoot") is True
         and whole.get("runAsUser")
         and own.get("runAsNonRoot") is True
@@ -64,26 +78,34 @@ def _pod(template, manifests):
         and not any("projected" in v for v in spec["volumes"]),
         "runs as the default account": spec.get("serviceAccountName")
         in [m["metadata"]["name"] for m in find(manifests, "ServiceAccount")],
-        "shares something with its node": not any(spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")),
+        "shares something with its node": not any(
+            spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")
+        ),
         "mounts a folder of its node": not any("hostPath" in volume for volume in spec["volumes"]),
         "has no limits": all(
-            {"cpu", "memory"} <= set(container.get("resources", {}).get(kind, {})) for kind in ("requests", "limits")
+            {"cpu", "memory"} <= set(container.get("resources", {}).get(kind, {}))
+            for kind in ("requests", "limits")
         ),
         "mounts what is no volume of it": {m["name"] for m in container["volumeMounts"]}
         <= {v["name"] for v in spec["volumes"]},
-        "has more than one container": "initContainers" not in spec and "ephemeralContainers" not in spec,
+        "has more than one container": "initContainers" not in spec
+        and "ephemeralContainers" not in spec,
         "nothing limits its scratch folders": all(
             "sizeLimit" in v["emptyDir"] for v in spec["volumes"] if "emptyDir" in v
         ),
         "can change secrets or configuration": all(
-            m.get("readOnly") for m in container["volumeMounts"] if m["name"] in ("secrets", "config")
+            m.get("readOnly")
+            for m in container["volumeMounts"]
+            if m["name"] in ("secrets", "config")
         ),
     }
     maps = {m["metadata"]["name"] for m in find(manifests, "ConfigMap")}
     used = [v["configMap"] for v in spec["volumes"] if "configMap" in v] + [
         e["configMapRef"] for e in container.get("envFrom", []) if "configMapRef" in e
     ]
-    checks["names a ConfigMap that there is not"] = maps.issuperset(reference["name"] for reference in used)
+    checks["names a ConfigMap that there is not"] = maps.issuperset(
+        reference["name"] for reference in used
+    )
     if container["command"][0] == "tensorboard":
         checks["TensorBoard can write to the shared volume"] = all(
             m.get("readOnly") for m in container["volumeMounts"] if m["name"] == "shared"
@@ -94,8 +116,12 @@ def _pod(template, manifests):
             container.get("resources", {}),
         )
         mounted = {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
-        checks["has the 64 MB of /dev/shm that a container gets"] = shm.get("medium") == "Memory" and mounted
-        checks["is killed before its checkpoint is saved"] = spec.get("terminationGracePeriodSeconds", 30) >= 330
+        checks["has the 64 MB of /dev/shm that a container gets"] = (
+            shm.get("medium") == "Memory" and mounted
+        )
+        checks["is killed before its checkpoint is saved"] = (
+            spec.get("terminationGracePeriodSeconds", 30) >= 330
+        )
         checks["requests are not its limits"] = amounts.get("requests") == amounts.get("limits")
     return [said for said, holds in checks.items() if not holds]
 
@@ -107,7 +133,8 @@ def action(job, exit_code, disrupted=False):
         if codes and exit_code and (exit_code in codes["values"]) == (codes["operator"] == "In"):
             return rule["action"]
         if disrupted and any(
-            c["type"] == "DisruptionTarget" and c["status"] == "True" for c in rule.get("onPodConditions", [])
+            c["type"] == "DisruptionTarget" and c["status"] == "True"
+            for c in rule.get("onPodConditions", [])
         ):
             return rule["action"]
     return "Count"
@@ -116,14 +143,17 @@ def action(job, exit_code, disrupted=False):
 def _job(job, manifests):
     spec = job["template"]["spec"]
     checks = {
-        "pods have no index": job.get("completionMode") == "Indexed" and job["completions"] == job["parallelism"],
-        "a failed container starts again beside its peers' old ones": spec.get("restartPolicy") == "Never",
+        "pods have no index": job.get("completionMode") == "Indexed"
+        and job["completions"] == job["parallelism"],
+        "a failed container starts again beside its peers' old ones": spec.get("restartPolicy")
+        == "Never",
         "a pod is replaced before it is gone": job.get("podReplacementPolicy") == "Failed",
         "an eviction counts as a failure": action(job, 137, disrupted=True) == "Ignore",
         "a run that was interrupted counts as a failure": action(job, 75) == "Ignore",
         "bad settings are tried again": action(job, 78) == "FailJob",
         "a failure does not count": action(job, 1) == "Count",
-        "one failure of all nodes is the end of the job": job.get("backoffLimit", 6) >= 2 * job["completions"],
+        "one failure of all nodes is the end of the job": job.get("backoffLimit", 6)
+        >= 2 * job["completions"],
         "the job waits for nodes that node 0 has left": job.get("successPolicy")
         == {"rules": [{"succeededIndexes": "0"}]},
     }
@@ -134,7 +164,8 @@ def _job(job, manifests):
         heads = [
             s
             for s in find(manifests, "Service")
-            if s["metadata"]["name"] == spec.get("subdomain") and s["spec"].get("clusterIP") == "None"
+            if s["metadata"]["name"] == spec.get("subdomain")
+            and s["spec"].get("clusterIP") == "None"
         ]
         selected = heads and all(labels.items() >= s["spec"]["selector"].items() for s in heads)
         checks["nodes have no names"] = selected and host.endswith(f"-0.{spec['subdomain']}")
@@ -149,13 +180,17 @@ def _network(manifests):
     for name, template in templates(manifests):
         labels = template["metadata"]["labels"]
         mine = [
-            p["spec"] for p in policies if labels.items() >= p["spec"]["podSelector"].get("matchLabels", {}).items()
+            p["spec"]
+            for p in policies
+            if labels.items() >= p["spec"]["podSelector"].get("matchLabels", {}).items()
         ]
         for kind in ("Ingress", "Egress"):
             if not any(kind in p["policyTypes"] for p in mine):
                 found.append(f"{name}: no policy for {kind}")
         for rule in [rule for p in mine for rule in p.get("ingress", [])]:
-            if not rule.get("from") or any("ipBlock" in peer or "namespaceSelector" in peer for peer in rule["from"]):
+            if not rule.get("from") or any(
+                "ipBlock" in peer or "namespaceSelector" in peer for peer in rule["from"]
+            ):
                 found.append(f"{name}: heard from outside the namespace")
             if name != "node" and [p["port"] for p in rule.get("ports", [])] != [6006]:
                 found.append(f"{name}: more than its port is open")
@@ -168,12 +203,20 @@ def _network(manifests):
             ports = {p["port"] for p in rule.get("ports", [])}
             if not rule.get("to") or (wide and ports != {443}) or (blocks and not ports):
                 found.append(f"{name}: may speak to anybody")
-            if any("169.254.0.0/16" not in b.get("except", []) for b in wide if b["cidr"] == "0.0.0.0/0"):
+            if any(
+                "169.254.0.0/16" not in b.get("except", [])
+                for b in wide
+                if b["cidr"] == "0.0.0.0/0"
+            ):
                 found.append(f"{name}: may ask the cloud's metadata for its node's credentials")
-        if name == "node" and not any({p["port"] for p in rule.get("ports", [])} == {53} for rule in rules):
+        if name == "node" and not any(
+            {p["port"] for p in rule.get("ports", [])} == {53} for rule in rules
+        ):
             found.append("node: cannot look up its peers")
     for service in find(manifests, "Service"):
-        if service["spec"].get("type", "ClusterIP") != "ClusterIP" or service["spec"].get("externalIPs"):
+        if service["spec"].get("type", "ClusterIP") != "ClusterIP" or service["spec"].get(
+            "externalIPs"
+        ):
             found.append(f"service {service['metadata']['name']} is open to the outside")
     return found
 
@@ -205,14 +248,18 @@ def _secrets(manifests):
     found = ["a Secret with what is in it was rendered"] if find(manifests, "Secret") else []
     for manifest in find(manifests, "ConfigMap"):
         for name, value in manifest["data"].items():
-            if (SECRET.search(name) and name != "MULTIGPU_FT_SECRETS_DIR") or SECRET_VALUE.search(value):
+            if (SECRET.search(name) and name != "MULTIGPU_FT_SECRETS_DIR") or SECRET_VALUE.search(
+                value
+            ):
                 found.append(f"a token in ConfigMap {manifest['metadata']['name']}")
         if not manifest.get("immutable"):
             found.append(f"ConfigMap {manifest['metadata']['name']} can change under the run")
     for name, template in templates(manifests):
         (container,) = template["spec"]["containers"]
         named = [
-            e for e in container.get("env", []) if SECRET.search(e["name"]) or "secretKeyRef" in e.get("valueFrom", {})
+            e
+            for e in container.get("env", [])
+            if SECRET.search(e["name"]) or "secretKeyRef" in e.get("valueFrom", {})
         ]
         if named or any("secretRef" in e for e in container.get("envFrom", [])):
             found.append(f"{name}: a token in its environment")

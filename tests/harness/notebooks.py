@@ -25,7 +25,9 @@ class Kernel:
         self._stacks = tempfile.NamedTemporaryFile("r", prefix="kernel-stacks-")
         register = f"faulthandler.register(signal.SIGUSR1, open({self._stacks.name!r}, 'w'))"
         self.client.execute_interactive(
-            f"import faulthandler, signal; {register}; del faulthandler, signal", silent=True, timeout=60
+            f"import faulthandler, signal; {register}; del faulthandler, signal",
+            silent=True,
+            timeout=60,
         )
 
     def run(self, code, timeout=120):

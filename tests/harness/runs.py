@@ -94,7 +94,10 @@ def _evidence(run_root):
             process.send_signal(signal.SIGUSR1)
     time.sleep(2)
     lines = [f"load {os.getloadavg()}, {psutil.virtual_memory().available:,} bytes of memory free"]
-    lines += [f"{percent:.0f} % {line[:200]}" for percent, line in sorted(map(_percent, busy), reverse=True)[:12]]
+    lines += [
+        f"{percent:.0f} % {line[:200]}"
+        for percent, line in sorted(map(_percent, busy), reverse=True)[:12]
+    ]
     for path in sorted(run_root.glob("*/*.json*")) + sorted(run_root.glob("*/logs/*")):
         lines += [f"--- {path}", path.read_text()[-3000:]]
     return "\n".join(lines)
@@ -103,7 +106,10 @@ def _evidence(run_root):
 def _percent(process):
     "Per cent of a processor since the last call, and the command line."
     try:
-        return process.cpu_percent(), f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
+        return (
+            process.cpu_percent(),
+            f"{process.pid} {process.status()} {' '.join(process.cmdline())}",
+        )
     except psutil.Error:  # it ended, or is another user's
         return 0.0, "?"
 
@@ -111,7 +117,8 @@ def _percent(process):
 def error_of(run_dir):
     return (
         "".join(
-            json.loads(path.read_text())["message"]["message"] for path in sorted(run_dir.path.glob("errors/*.json"))
+            json.loads(path.read_text())["message"]["message"]
+            for path in sorted(run_dir.path.glob("errors/*.json"))
         )
         or run_dir.log_file(0).read_text()
     )

@@ -33,9 +33,14 @@ def spellings(secret):
     for shift in range(3):
         padded = b"\0" * shift + raw
         whole = base64.b64encode(padded + b"\0" * (-len(padded) % 3))
-        first, last = -(-shift * 8 // 6), len(padded) * 8 // 6  # the characters made only of the secret's bits
+        first, last = (
+            -(-shift * 8 // 6),
+            len(padded) * 8 // 6,
+        )  # the characters made only of the secret's bits
         found[f"base64, shifted by {shift}"] = whole[first:last]
-        found[f"base64 for URLs, shifted by {shift}"] = whole[first:last].translate(bytes.maketrans(b"+/", b"-_"))
+        found[f"base64 for URLs, shifted by {shift}"] = whole[first:last].translate(
+            bytes.maketrans(b"+/", b"-_")
+        )
     return found
 
 
@@ -63,7 +68,11 @@ def find_secrets(folder, secrets):
 
     Returns `(file, name of the secret, spelling)` for each.
     """
-    wanted = [(name, how, bytes_) for name, secret in secrets.items() for how, bytes_ in spellings(secret).items()]
+    wanted = [
+        (name, how, bytes_)
+        for name, secret in secrets.items()
+        for how, bytes_ in spellings(secret).items()
+    ]
     found = []
     for path in sorted(Path(folder).rglob("*")):
         names = str(path.relative_to(folder)).encode()

@@ -45,11 +45,16 @@ read = {
     "use_spot": resources.use_spot,
     "job_recovery": resources.job_recovery,
     "volumes": task.volumes,
-    "strategy_known": strategy is None or registry.JOBS_RECOVERY_STRATEGY_REGISTRY.from_str(strategy) is not None,
+    "strategy_known": strategy is None
+    or registry.JOBS_RECOVERY_STRATEGY_REGISTRY.from_str(strategy) is not None,
     "file_mounts": task.file_mounts,
-    "storage_mounts": {path: [storage.source, storage.mode.value] for path, storage in task.storage_mounts.items()},
+    "storage_mounts": {
+        path: [storage.source, storage.mode.value] for path, storage in task.storage_mounts.items()
+    },
 }
-context = command.jobs_launch.make_context("launch", json.loads(sys.argv[1]))  # the flags, as its own parser reads them
+context = command.jobs_launch.make_context(
+    "launch", json.loads(sys.argv[1])
+)  # the flags, as its own parser reads them
 read["launch"] = {
     "entrypoint": list(context.params["entrypoint"]),
     "detach_run": context.params["detach_run"],
@@ -59,7 +64,9 @@ task.set_volumes({})  # whether they exist is the API server's to know, and buck
 task.storage_mounts, task.file_mounts = {}, None
 with sky.Dag() as dag:
     dag.add(task)
-with mock.patch("sky.check.get_cached_enabled_clouds_or_refresh", lambda *args, **kwargs: [clouds.AWS()]):
+with mock.patch(
+    "sky.check.get_cached_enabled_clouds_or_refresh", lambda *args, **kwargs: [clouds.AWS()]
+):
     task.validate()
     optimizer.Optimizer.optimize(dag, quiet=True)
 read["machine"] = task.best_resources.instance_type

@@ -15,7 +15,9 @@ def small_disk(size):
     "Mount a file system of `size` bytes. Skips the test where that is not possible."
     folder = Path(tempfile.mkdtemp(prefix="small-disk-"))
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder],
+        capture_output=True,
+        text=True,
     )
     if mounted.returncode:
         folder.rmdir()

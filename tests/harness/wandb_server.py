@@ -40,7 +40,9 @@ class _Handler(BaseHTTPRequestHandler):
             if server.refuse:
                 return self.answer({"errors": [{"message": "user is not logged in"}]}, 401)
             request = json.loads(raw)
-            return self.answer({"data": server.query(request.get("operationName"), request.get("variables") or {})})
+            return self.answer(
+                {"data": server.query(request.get("operationName"), request.get("variables") or {})}
+            )
         if self.path.endswith("/file_stream"):
             server.stream(self.path.split("/")[-2], json.loads(raw).get("files") or {})
             return self.answer({"exitcode": None, "limits": {}})
@@ -62,10 +64,20 @@ class WandbServer:
     """
 
     def __init__(self):
-        self.histories, self.configs, self.names, self.groups, self.artifacts, self.refuse = {}, {}, {}, {}, [], False
+        self.histories, self.configs, self.names, self.groups, self.artifacts, self.refuse = (
+            {},
+            {},
+            {},
+            {},
+            [],
+            False,
+        )
         self._http = _Server(("127.0.0.1", 0), _Handler)
         self._http.owner = self
-        self.environment = {"WANDB_BASE_URL": f"http://127.0.0.1:{self._http.server_port}", "WANDB_API_KEY": KEY}
+        self.environment = {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{self._http.server_port}",
+            "WANDB_API_KEY": KEY,
+        }
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
     def close(self):
@@ -74,11 +86,19 @@ class WandbServer:
 
     def query(self, operation, variables):
         name = variables.get("name")
-        project = {"id": "p", "name": variables.get("project") or "p", "entity": {"id": "e", "name": "me"}}
+        project = {
+            "id": "p",
+            "name": variables.get("project") or "p",
+            "entity": {"id": "e", "name": "me"},
+        }
         if operation == "UpsertBucket":
             new = name not in self.histories
             lines = self.histories.setdefault(name, [])
-            for store, key in ((self.configs, "config"), (self.names, "displayName"), (self.groups, "groupName")):
+            for store, key in (
+                (self.configs, "config"),
+                (self.names, "displayName"),
+                (self.groups, "groupName"),
+            ):
                 if variables.get(key):
                     store[name] = variables[key]
             bucket = {
@@ -90,7 +110,12 @@ class WandbServer:
                 "sweepName": None,
                 "project": project,
             }
-            return {"upsertBucket": {"bucket": {**bucket, "historyLineCount": len(lines)}, "inserted": new}}
+            return {
+                "upsertBucket": {
+                    "bucket": {**bucket, "historyLineCount": len(lines)},
+                    "inserted": new,
+                }
+            }
         if operation == "RunResumeStatus":
             lines = self.histories.get(name)
             bucket = (
@@ -113,16 +138,31 @@ class WandbServer:
             )
             return {"model": {**project, "bucket": bucket}}
         if operation == "CreateRunFiles":
-            files = [{"name": f, "uploadUrl": f"{self.environment['WANDB_BASE_URL']}/put"} for f in variables["files"]]
+            files = [
+                {"name": f, "uploadUrl": f"{self.environment['WANDB_BASE_URL']}/put"}
+                for f in variables["files"]
+            ]
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
         if operation == "Viewer":
-            return {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+            return {
+                "viewer": {
+                    "id": "u",
+                    "entity": "me",
+                    "username": "me",
+                    "flags": "{}",
+                    "teams": {"edges": []},
+                }
+            }
         if not operation:  # asks for the type of an artifact
             return {"project": None}
         if operation == "CreateArtifact":
             given = variables["input"]
             self.artifacts.append(
-                (given["artifactCollectionName"], given["artifactTypeName"], {a["alias"] for a in given["aliases"]})
+                (
+                    given["artifactCollectionName"],
+                    given["artifactTypeName"],
+                    {a["alias"] for a in given["aliases"]},
+                )
             )
             artifact = {
                 "id": str(len(self.artifacts)),
@@ -147,7 +187,10 @@ class SilentServer:
 
     def __init__(self):
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.environment = {"WANDB_BASE_URL": f"http://127.0.0.1:{self._socket.getsockname()[1]}", "WANDB_API_KEY": KEY}
+        self.environment = {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{self._socket.getsockname()[1]}",
+            "WANDB_API_KEY": KEY,
+        }
 
     def close(self):
         self._socket.close()

@@ -20,7 +20,13 @@ from harness.runs import BIN, processes, until
 
 from multigpu_ft import RunConfig, RunDir, model_card
 from multigpu_ft.checkpoints.discovery import kept_checkpoints
-from multigpu_ft.checkpoints.manifest import at_home, contents, difference, fingerprint, verify_checkpoint
+from multigpu_ft.checkpoints.manifest import (
+    at_home,
+    contents,
+    difference,
+    fingerprint,
+    verify_checkpoint,
+)
 from multigpu_ft.hub.upload import Uploader, not_uploaded, read_record
 from multigpu_ft.run.run_dir import commit_digest
 
@@ -73,13 +79,20 @@ def run(tmp_path):
 
 def resume(run, **settings):
     "Return settings of a run that resumes from the repository of `run`."
-    return {**run.config().model_dump(), "hf_repo": None, "resume_file": f"hub:{run.config().hf_repo}", **settings}
+    return {
+        **run.config().model_dump(),
+        "hf_repo": None,
+        "resume_file": f"hub:{run.config().hf_repo}",
+        **settings,
+    }
 
 
 def refused(client, do, reason, **arguments):
     with pytest.raises(local.Raised) as caught:
         client(do, **arguments)
-    assert caught.value.args[0] == "CheckpointError" and reason in caught.value.args[1], caught.value
+    assert caught.value.args[0] == "CheckpointError" and reason in caught.value.args[1], (
+        caught.value
+    )
     return caught.value.args[1]
 
 
@@ -89,7 +102,9 @@ def refused(client, do, reason, **arguments):
 def test_what_is_uploaded_comes_back_unchanged(hub, client, run, tmp_path):
     repo, newest = run.config().hf_repo, run.checkpoints()[-1]
     assert client("push", run=str(run.path)) == []
-    assert hub.repos[repo]["private"] and all(local.is_there(hub, run, name) for name in (newest.name, "export"))
+    assert hub.repos[repo]["private"] and all(
+        local.is_there(hub, run, name) for name in (newest.name, "export")
+    )
     card = hub.read(repo, "README.md").decode()
     assert (
         card == model_card(run)
@@ -98,24 +113,32 @@ def test_what_is_uploaded_comes_back_unchanged(hub, client, run, tmp_path):
         and "| 0-48 | 0 | 1 |" in card
     )
     record = read_record(run)
-    assert record["url"] == f"{hub.url}/{repo}" and record["pending"] == [] and record["error"] is None
-    assert {r["sha"] for r in hub.repos[repo]["revisions"]} >= {what["commit"] for what in record["uploaded"].values()}
+    assert (
+        record["url"] == f"{hub.url}/{repo}" and record["pending"] == [] and record["error"] is None
+    )
+    assert {r["sha"] for r in hub.repos[repo]["revisions"]} >= {
+        what["commit"] for what in record["uploaded"].values()
+    }
 
     before = hub.received, hub.repos[repo]["revisions"][:]
-    assert client("push", run=str(run.path)) == [] and (hub.received, hub.repos[repo]["revisions"]) == before, (
-        "nothing is sent twice"
-    )
+    assert (
+        client("push", run=str(run.path)) == []
+        and (hub.received, hub.repos[repo]["revisions"]) == before
+    ), "nothing is sent twice"
     (run.path / "hub.json").unlink()
-    assert client("push", run=str(run.path)) == [] and (hub.received, hub.repos[repo]["revisions"]) == before, (
-        "not even if hub.json is lost"
-    )
+    assert (
+        client("push", run=str(run.path)) == []
+        and (hub.received, hub.repos[repo]["revisions"]) == before
+    ), "not even if hub.json is lost"
 
     root = tmp_path / "cold"
     pulled = client("pull", cfg=resume(run), root=str(root))
     assert pulled["revision"] == hub.repos[repo]["revisions"][-1]["sha"]
     path = Path(pulled["path"])
     assert path == root / f"hub--jane--{repo.split('/')[1]}" / "checkpoints" / newest.name
-    assert {p.name: p.read_bytes() for p in path.iterdir()} == {p.name: p.read_bytes() for p in newest.iterdir()}
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == {
+        p.name: p.read_bytes() for p in newest.iterdir()
+    }
     sent = hub.sent
     assert client("pull", cfg=resume(run), root=str(root)) == pulled and hub.sent == sent, (
         "an intact local copy is not downloaded again"
@@ -130,7 +153,9 @@ def test_what_is_uploaded_comes_back_unchanged(hub, client, run, tmp_path):
 
 
 def test_an_interrupted_upload_continues_with_the_file_where_it_stopped(hub, client, run):
-    first = json.loads((run.checkpoints()[0] / "commit.json").read_text())["commit"]["files"]["rank0.safetensors"]
+    first = json.loads((run.checkpoints()[0] / "commit.json").read_text())["commit"]["files"][
+        "rank0.safetensors"
+    ]
     hub.faults.bytes_per_second = 2e6
     pid, out = client.start("push", run=str(run.path))
     until(hub.object(first["sha256"]).exists, 30, "the first file")
@@ -142,7 +167,11 @@ def test_an_interrupted_upload_continues_with_the_file_where_it_stopped(hub, cli
     before = hub.received
     assert client("push", run=str(run.path)) == []
     rest = sum(
-        p.stat().st_size for p in [*run.checkpoints()[0].glob("rank1.*"), *(run.path / "export").glob("*.safetensors")]
+        p.stat().st_size
+        for p in [
+            *run.checkpoints()[0].glob("rank1.*"),
+            *(run.path / "export").glob("*.safetensors"),
+        ]
     )
     assert hub.received - before <= rest, "the first file was sent twice"
 
@@ -153,7 +182,12 @@ def test_an_interrupted_download_continues_at_the_byte_where_it_stopped(hub, cli
     pid, out = client.start("pull", cfg=resume(run), root=str(tmp_path / "cold"))
     part = until(
         lambda: next(
-            (p for p in tmp_path.glob("cold/*/checkpoints/*/rank0*.partial") if p.stat().st_size > 300_000), None
+            (
+                p
+                for p in tmp_path.glob("cold/*/checkpoints/*/rank0*.partial")
+                if p.stat().st_size > 300_000
+            ),
+            None,
         ),
         30,
         "a part",
@@ -183,7 +217,9 @@ def test_the_repository_keeps_the_newest_the_best_and_files_of_others(hub, clien
         names.append(local.add_checkpoint(run, step, rng, sizes=(1000,)).name)
         if step != 4:
             assert client("push", run=str(run.path)) == []
-    assert hub.checkpoints("jane/kept") == sorted(["mine", "odd", names[2], names[4]]), "the two newest that were sent"
+    assert hub.checkpoints("jane/kept") == sorted(["mine", "odd", names[2], names[4]]), (
+        "the two newest that were sent"
+    )
     assert hub.read("jane/kept", "README.md") == own_card, "a card written by the user stays"
     assert "checkpoints/mine/notes.txt" in hub.tree("jane/kept")
 
@@ -192,7 +228,10 @@ def test_files_that_arrive_repeatedly_are_not_progress(hub, client, run):
     "Each attempt stores all files and none is committed: the tries must end."
     hub.faults.full = True
     assert client("push", run=str(run.path)) == [run.checkpoints()[0].name, "export"]
-    assert read_record(run)["attempts"] == local.QUICK["tries"] and "answers 503" in read_record(run)["error"]
+    assert (
+        read_record(run)["attempts"] == local.QUICK["tries"]
+        and "answers 503" in read_record(run)["error"]
+    )
     hub.faults.end()
     assert client("push", run=str(run.path)) == []
 
@@ -247,7 +286,11 @@ def test_no_network_is_a_remark_for_uploads_and_an_error_for_resuming(hub, clien
     (remark,) = client("check", cfg=run.config().model_dump())
     assert "the Hub can't be reached to check" in remark and "Training continues" in remark
     refused(client, "find", "the Hub can't be reached", cfg=resume(run))
-    assert client("push", run=str(run.path)) == [run.checkpoints()[0].name, "export"] == not_uploaded(run)
+    assert (
+        client("push", run=str(run.path))
+        == [run.checkpoints()[0].name, "export"]
+        == not_uploaded(run)
+    )
     assert "Server disconnected" in read_record(run)["error"] and not read_record(run)["lasting"]
     assert time.monotonic() - begun < 60
 
@@ -256,7 +299,10 @@ def test_a_repository_that_cannot_be_resumed_from_is_reported(hub, client, run):
     client("push", run=str(run.path))
     repo = run.config().hf_repo
     refused(
-        client, "find", "no readable model repository jane/nothing", cfg=resume(run, resume_file="hub:jane/nothing")
+        client,
+        "find",
+        "no readable model repository jane/nothing",
+        cfg=resume(run, resume_file="hub:jane/nothing"),
     )
     refused(client, "find", "private, put a token", token=None, cfg=resume(run))
     assert client("find", token=local.READ, cfg=resume(run))["name"] == run.checkpoints()[0].name, (
@@ -268,7 +314,9 @@ def test_a_repository_that_cannot_be_resumed_from_is_reported(hub, client, run):
         f"it has: {run.checkpoints()[0].name}",
         cfg=resume(run, resume_file=f"hub:{repo}@other"),
     )
-    refused(client, "find", "belongs to another run (model:", cfg=resume(run, model="facebook/opt-125m"))
+    refused(
+        client, "find", "belongs to another run (model:", cfg=resume(run, model="facebook/opt-125m")
+    )
     hub.create("jane/plain")
     hub.put("jane/plain", **{"config.json": b"{}", "model.safetensors": b"x"})
     refused(client, "find", "use model='jane/plain'", cfg=resume(run, resume_file="hub:jane/plain"))
@@ -285,7 +333,10 @@ def forge(run, hub, name, **changes):
     files = {p.name: p.read_bytes() for p in run.checkpoints()[0].iterdir()}
     hub.put(
         run.config().hf_repo,
-        **{f"checkpoints/{name}/{file}": body for file, body in {**files, "commit.json": content}.items()},
+        **{
+            f"checkpoints/{name}/{file}": body
+            for file, body in {**files, "commit.json": content}.items()
+        },
     )
 
 
@@ -343,7 +394,11 @@ def test_other_files_beside_a_checkpoint_are_not_fetched(hub, client, run, tmp_p
     folder = f"checkpoints/{run.checkpoints()[0].name}"
     hub.put(
         run.config().hf_repo,
-        **{f"{folder}/rank9.safetensors": b"x", f"{folder}/evil.pkl": b"x", f"{folder}/sub/rank0.safetensors": b"x"},
+        **{
+            f"{folder}/rank9.safetensors": b"x",
+            f"{folder}/evil.pkl": b"x",
+            f"{folder}/sub/rank0.safetensors": b"x",
+        },
     )
     path = Path(client("pull", cfg=resume(run), root=str(tmp_path / "cold"))["path"])
     assert sorted(p.name for p in path.iterdir()) == [
@@ -359,7 +414,13 @@ def test_a_damaged_file_is_named_and_does_not_become_a_checkpoint(hub, client, r
     repo, folder = run.config().hf_repo, f"checkpoints/{run.checkpoints()[0].name}"
     whole = hub.read(repo, f"{folder}/rank1.safetensors")
     hub.put(repo, **{f"{folder}/rank1.safetensors": bytes(len(whole))})
-    refused(client, "pull", "rank1.safetensors: its content was altered", cfg=resume(run), root=str(tmp_path / "cold"))
+    refused(
+        client,
+        "pull",
+        "rank1.safetensors: its content was altered",
+        cfg=resume(run),
+        root=str(tmp_path / "cold"),
+    )
     assert not list(tmp_path.glob("cold/*/checkpoints/*/commit.json"))
     hub.put(repo, **{f"{folder}/rank1.safetensors": whole})
     verify_checkpoint(Path(client("pull", cfg=resume(run), root=str(tmp_path / "cold"))["path"]))
@@ -384,13 +445,22 @@ def test_a_new_machine_resumes_bit_for_bit(hub, hub_server, material, run_root, 
     "The second half of a run resumes from the Hub in a fresh directory, with model and texts in another folder."
     cfg = faults.config(material, run_root / "a", strategy="fsdp", save_every=3)
     expected = faults.outcome(run_root / "a", [hub_server.finish(cfg)])
-    first = hub_server.finish(cfg.replace(run_root=str(run_root / "b"), hf_repo="jane/half", max_steps=14))
+    first = hub_server.finish(
+        cfg.replace(run_root=str(run_root / "b"), hf_repo="jane/half", max_steps=14)
+    )
     status = first.status()
     assert (
-        status["state"] == "done" and status["pushed_to"] == f"{hub.url}/jane/half" and status["not_uploaded"] == []
+        status["state"] == "done"
+        and status["pushed_to"] == f"{hub.url}/jane/half"
+        and status["not_uploaded"] == []
     ), first.log_file("hub").read_text()
-    assert local.is_there(hub, first, first.checkpoints()[-1].name) and len(hub.checkpoints("jane/half")) <= cfg.keep
-    for path in [p for p in first.path.rglob("*") if p.is_file()] + [p for p in hub.folder.glob("objects/*")]:
+    assert (
+        local.is_there(hub, first, first.checkpoints()[-1].name)
+        and len(hub.checkpoints("jane/half")) <= cfg.keep
+    )
+    for path in [p for p in first.path.rglob("*") if p.is_file()] + [
+        p for p in hub.folder.glob("objects/*")
+    ]:
         content = path.read_bytes()
         assert local.WRITE.encode() not in content, path
     for path in hub.tree("jane/half"):
@@ -403,12 +473,19 @@ def test_a_new_machine_resumes_bit_for_bit(hub, hub_server, material, run_root, 
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(material / "model", elsewhere / "model")
     shutil.copy(material / "texts.jsonl", elsewhere)
-    cold = faults.config(elsewhere, run_root / "c", strategy="fsdp", save_every=3, resume_file="hub:jane/half")
+    cold = faults.config(
+        elsewhere, run_root / "c", strategy="fsdp", save_every=3, resume_file="hub:jane/half"
+    )
     second = hub_server.finish(cold)
     status = second.status()
     assert status["state"] == "done", second.log_file(0).read_text()[-3000:]
-    assert status["first_step"] == 15 and status["resumed_revision"] == hub.repos["jane/half"]["revisions"][-1]["sha"]
-    assert any(f"revision {status['resumed_revision'][:12]}" in remark for remark in status["remarks"])
+    assert (
+        status["first_step"] == 15
+        and status["resumed_revision"] == hub.repos["jane/half"]["revisions"][-1]["sha"]
+    )
+    assert any(
+        f"revision {status['resumed_revision'][:12]}" in remark for remark in status["remarks"]
+    )
     faults.assert_exact(faults.outcome(run_root / "c", [first, second]), expected)
 
     code = (
@@ -419,7 +496,9 @@ def test_a_new_machine_resumes_bit_for_bit(hub, hub_server, material, run_root, 
         "assert all((x == y).all() for x, y in zip(a.parameters(), b.parameters()))\n"
         "assert len(AutoTokenizer.from_pretrained('jane/half')) > 10"
     )
-    subprocess.run([sys.executable, "-c", code], env=local.environment(hub), check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", code], env=local.environment(hub), check=True, timeout=100
+    )
 
     wrong = elsewhere / "wrong"
     wrong.mkdir()
@@ -427,7 +506,10 @@ def test_a_new_machine_resumes_bit_for_bit(hub, hub_server, material, run_root, 
         "".join(reversed((elsewhere / "texts.jsonl").read_text().splitlines(keepends=True)))
     )
     other = hub_server.finish(cold.replace(dataset=str(wrong / "texts.jsonl")))
-    assert "belongs to another run (dataset:" in json.loads(other.error_file(0).read_text())["message"]["message"]
+    assert (
+        "belongs to another run (dataset:"
+        in json.loads(other.error_file(0).read_text())["message"]["message"]
+    )
 
 
 def test_no_service_is_asked_to_convert_a_model_with_bin_files(hub, material):
@@ -435,7 +517,9 @@ def test_no_service_is_asked_to_convert_a_model_with_bin_files(hub, material):
     import torch
     from safetensors.torch import load_file
 
-    files = {p.name: p.read_bytes() for p in (material / "model").iterdir() if p.suffix != ".safetensors"}
+    files = {
+        p.name: p.read_bytes() for p in (material / "model").iterdir() if p.suffix != ".safetensors"
+    }
     weights = io.BytesIO()
     torch.save(load_file(material / "model" / "model.safetensors"), weights)
     hub.create("jane/old", private=True)
@@ -461,7 +545,9 @@ def test_no_service_is_asked_to_convert_a_model_with_bin_files(hub, material):
 
 
 @pytest.mark.slow
-def test_a_run_survives_a_refusing_hub_and_sync_sends_its_results_later(hub, hub_server, material, run_root):
+def test_a_run_survives_a_refusing_hub_and_sync_sends_its_results_later(
+    hub, hub_server, material, run_root
+):
     hub.create("jane/base")
     hub.put("jane/base", **{p.name: p.read_bytes() for p in (material / "model").iterdir()})
     hub.faults.forbidden = True
@@ -477,31 +563,55 @@ def test_a_run_survives_a_refusing_hub_and_sync_sends_its_results_later(hub, hub
         )
     )
     status, newest = run.status(), run.checkpoints()[-1].name
-    assert status["state"] == "done" and status["not_uploaded"] == [newest, "export"] and "pushed_to" not in status
+    assert (
+        status["state"] == "done"
+        and status["not_uploaded"] == [newest, "export"]
+        and "pushed_to" not in status
+    )
     assert any(
-        "not uploaded to jane/refused" in r and r.endswith(f"multigpu-ft sync {run.path}") and "you may not" in r
+        "not uploaded to jane/refused" in r
+        and r.endswith(f"multigpu-ft sync {run.path}")
+        and "you may not" in r
         for r in status["remarks"]
     ), status
     command = [BIN / "multigpu-ft", "sync", str(run.path), "--json"]
-    failed = subprocess.run(command, env=local.environment(hub), capture_output=True, text=True, timeout=100)
-    assert failed.returncode == 1 and json.loads(failed.stdout)["hub"]["not_uploaded"] == [newest, "export"]
-    hub.faults.end()
-    done = subprocess.run(command, env=local.environment(hub), capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and json.loads(done.stdout)["hub"]["pushed_to"] == f"{hub.url}/jane/refused", (
-        done.stderr
+    failed = subprocess.run(
+        command, env=local.environment(hub), capture_output=True, text=True, timeout=100
     )
-    assert local.is_there(hub, run, newest) and run.status()["pushed_to"] and run.status()["not_uploaded"] == []
+    assert failed.returncode == 1 and json.loads(failed.stdout)["hub"]["not_uploaded"] == [
+        newest,
+        "export",
+    ]
+    hub.faults.end()
+    done = subprocess.run(
+        command, env=local.environment(hub), capture_output=True, text=True, timeout=100
+    )
+    assert (
+        done.returncode == 0
+        and json.loads(done.stdout)["hub"]["pushed_to"] == f"{hub.url}/jane/refused"
+    ), done.stderr
+    assert (
+        local.is_there(hub, run, newest)
+        and run.status()["pushed_to"]
+        and run.status()["not_uploaded"] == []
+    )
     card = hub.read("jane/refused", "README.md").decode()
     assert "library_name: peft" in card and "base_model: jane/base" in card
     code = re.search(r"```python\n(from peft.*?)```", card, re.S)[1]  # the code that the card shows
-    subprocess.run([sys.executable, "-c", code], env=local.environment(hub), check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", code], env=local.environment(hub), check=True, timeout=100
+    )
 
 
 def test_the_uploader_ends_with_rank_0(hub, hub_server, material, run_root):
     hub.faults.bytes_per_second = 1000
-    run, agent = hub_server.start(faults.config(material, run_root, hf_repo="jane/killed", save_every=2, num_epochs=20))
+    run, agent = hub_server.start(
+        faults.config(material, run_root, hf_repo="jane/killed", save_every=2, num_epochs=20)
+    )
     pid = until(
-        lambda: [p.pid for p in processes(run.path) if "multigpu_ft.hub.upload" in p.cmdline()], 30, "an uploader"
+        lambda: [p.pid for p in processes(run.path) if "multigpu_ft.hub.upload" in p.cmdline()],
+        30,
+        "an uploader",
     )
     until(lambda: read_record(run)["attempts"], 30, "something being sent")
     os.kill(run.status()["pids"]["ranks"][0], signal.SIGKILL)
@@ -516,7 +626,10 @@ def test_a_killed_uploader_is_restarted_at_the_end(hub, run, monkeypatch):
     until(lambda: read_record(run)["attempts"], 30, "its start")
     for process in processes(run.path):
         process.kill()
-    assert uploader.finish() == ({"pushed_to": f"{hub.url}/{run.config().hf_repo}", "not_uploaded": []}, [])
+    assert uploader.finish() == (
+        {"pushed_to": f"{hub.url}/{run.config().hf_repo}", "not_uploaded": []},
+        [],
+    )
     assert local.is_there(hub, run, "export") and not processes(run.path)
 
 
@@ -537,7 +650,10 @@ def test_a_stop_request_does_not_wait_for_uploads(hub, run, monkeypatch):
 
 def test_launch_asks_the_hub_before_it_starts_a_process(hub, client, material, run_root, tmp_path):
     run = local.make_run(
-        tmp_path / "sent", "jane/launched", model=str(material / "model"), dataset=str(material / "texts.jsonl")
+        tmp_path / "sent",
+        "jane/launched",
+        model=str(material / "model"),
+        dataset=str(material / "texts.jsonl"),
     )
     local.add_checkpoint(run, 1, random.Random(0))
     client("push", run=str(run.path))
@@ -548,15 +664,26 @@ def test_launch_asks_the_hub_before_it_starts_a_process(hub, client, material, r
         "    except Exception as error: print(type(error).__name__, error)\n"
         "assert 'torch' not in sys.modules"
     )
-    common = {"run_root": str(run_root), "model": str(material / "model"), "dataset": str(material / "texts.jsonl")}
+    common = {
+        "run_root": str(run_root),
+        "model": str(material / "model"),
+        "dataset": str(material / "texts.jsonl"),
+    }
     resuming = [
         {"resume_file": "hub:jane/nothing"},
         {"resume_file": "hub:x"},
         {"resume_file": "hub:jane/launched", "text_field": "label"},
     ]
     asked = [{"hf_repo": "bob/model"}, *resuming]
-    command = [sys.executable, "-c", code, json.dumps([{**common, **settings} for settings in asked])]
-    told = subprocess.run(command, env=local.environment(hub), capture_output=True, text=True, timeout=100)
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        json.dumps([{**common, **settings} for settings in asked]),
+    ]
+    told = subprocess.run(
+        command, env=local.environment(hub), capture_output=True, text=True, timeout=100
+    )
     lines = told.stdout.splitlines()
     assert len(lines) == 4 and not told.returncode, told
     reasons = (
@@ -580,13 +707,26 @@ def test_the_cell_shows_uploads(hub, hub_server, material, run_root):
         resume_file="hub:jane/told",
         hf_repo="jane/told",
     )
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in cfg.model_dump(exclude_defaults=True).items()]
+    flags = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in cfg.model_dump(exclude_defaults=True).items()
+    ]
     done = subprocess.run(
-        [BIN / "multigpu-ft", "train", *flags], env=local.environment(hub), capture_output=True, text=True, timeout=100
+        [BIN / "multigpu-ft", "train", *flags],
+        env=local.environment(hub),
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    assert "continues from checkpoint model_0-48-step-4 of jane/told on the Hub, revision" in done.stderr
-    assert "rows 24-48 were trained before" in done.stderr and f"uploaded  {hub.url}/jane/told" in done.stdout
+    assert (
+        "continues from checkpoint model_0-48-step-4 of jane/told on the Hub, revision"
+        in done.stderr
+    )
+    assert (
+        "rows 24-48 were trained before" in done.stderr
+        and f"uploaded  {hub.url}/jane/told" in done.stdout
+    )
 
 
 # -- cards ----------------------------------------------------------------------------------------------------------
@@ -625,13 +765,19 @@ def test_the_cell_shows_uploads(hub, hub_server, material, run_root):
 def test_a_card_describes_the_model_and_how_to_load_it(tmp_path, settings, says, says_not):
     run = RunDir.create(RunConfig(run_root=str(tmp_path), **settings), 100)
     run.update_status(
-        export="export", eval_before={"loss": 2.0, "accuracy": 0.5}, eval_after={"loss": 1.5, "accuracy": 0.75}
+        export="export",
+        eval_before={"loss": 2.0, "accuracy": 0.5},
+        eval_after={"loss": 1.5, "accuracy": 0.75},
     )
     (run.path / "report" / "evaluation.json").write_text(json.dumps({"verdict": "better"}))
     card = model_card(run)
     assert all(
         words in card
-        for words in [*says, "| evaluation accuracy | 0.5000 | 0.7500 |", "Compared with the base model: better"]
+        for words in [
+            *says,
+            "| evaluation accuracy | 0.5000 | 0.7500 |",
+            "Compared with the base model: better",
+        ]
     ), card
     assert not any(words in card for words in [*says_not, str(tmp_path), "license"]), card
 
@@ -644,7 +790,9 @@ def test_a_model_in_another_folder_must_have_the_same_weights(material, tmp_path
     stored = {**fingerprint(cfg), "contents": contents(cfg)}
     shutil.copytree(material / "model", tmp_path / "model")
     moved = cfg.replace(model=str(tmp_path / "model"))
-    assert difference(stored, fingerprint(moved)) and not difference(at_home(stored, moved), fingerprint(moved))
+    assert difference(stored, fingerprint(moved)) and not difference(
+        at_home(stored, moved), fingerprint(moved)
+    )
     weights = tmp_path / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-10] ^= 1

@@ -35,14 +35,23 @@ def refusing(tmp_path_factory):
 
 
 def test_one_rank_raises(kernel, run_root, failing_rank):
-    cell = kernel(**failing_rank).start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
+    cell = kernel(**failing_rank).start(
+        IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))"
+    )
     run_dir = running(run_root)
-    raised = until(lambda: list(run_dir.glob("errors/rank1.json")), 30, "the planted fault")[0].stat().st_mtime
+    raised = (
+        until(lambda: list(run_dir.glob("errors/rank1.json")), 30, "the planted fault")[0]
+        .stat()
+        .st_mtime
+    )
     with pytest.raises(CellError) as caught:
         cell.result(15)
     assert time.time() - raised < 10
     error = caught.value
-    assert error.name == "RunFailed" and "rank 1 raised ZeroDivisionError: planted in rank 1" in error.value
+    assert (
+        error.name == "RunFailed"
+        and "rank 1 raised ZeroDivisionError: planted in rank 1" in error.value
+    )
     assert "Traceback of rank 1" in error.value and "trainer.py" in error.value
     until(lambda: not processes(run_root), 2, "all processes gone")
 
@@ -58,7 +67,10 @@ def test_one_rank_is_killed(kernel, run_root):
         cell.result(15)
     assert time.monotonic() - killed < 10
     assert caught.value.name == "RunFailed"
-    assert f"rank 1 (pid {victim}) was killed by signal 9 (SIGKILL): probably out of host memory" in caught.value.value
+    assert (
+        f"rank 1 (pid {victim}) was killed by signal 9 (SIGKILL): probably out of host memory"
+        in caught.value.value
+    )
     until(lambda: not processes(run_root), 2, "all processes gone")
     # the next launch in this kernel works, on a fresh port
     assert "done" in k.run(
@@ -84,7 +96,9 @@ def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
     shown = k.run(
         f"again = launch(RunConfig({plain}, batch_size=16, nproc=1, max_steps=2)); print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])"
     )
-    assert f"continues from checkpoint {saved}" in shown and f"{step + 1} {16 * (step + 1)}" in shown
+    assert (
+        f"continues from checkpoint {saved}" in shown and f"{step + 1} {16 * (step + 1)}" in shown
+    )
 
 
 def test_kernel_is_killed(kernel, run_root):
@@ -105,7 +119,11 @@ def test_kernel_is_killed_while_ranks_import(kernel, run_root):
 
 def test_a_rank_is_killed_before_training_begins(kernel, run_root):
     cell = kernel().start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
-    victim = until(lambda: [p for p in processes(run_root) if "multigpu_ft.training" in p.cmdline()], 30, "ranks")[0]
+    victim = until(
+        lambda: [p for p in processes(run_root) if "multigpu_ft.training" in p.cmdline()],
+        30,
+        "ranks",
+    )[0]
     time.sleep(0.5)
     victim.kill()
     killed = time.monotonic()
@@ -118,7 +136,10 @@ def test_a_rank_is_killed_before_training_begins(kernel, run_root):
 def test_sigterm_saves(kernel, run_root, threads, nproc):
     "As a cluster ends a job. With several threads numpy has some that were not ours to start."
     k = kernel(OMP_NUM_THREADS=threads)
-    k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}, nproc={nproc}, batch_size=2), wait=False)")
+    k.run(
+        IMPORTS
+        + f"run = launch(RunConfig(run_root={str(run_root)!r}, nproc={nproc}, batch_size=2), wait=False)"
+    )
     running(run_root)
     next(p for p in processes(run_root) if "multigpu_ft.launcher.agent" in p.cmdline()).terminate()
     until(lambda: not processes(run_root), 30, "saved and gone")
@@ -139,12 +160,20 @@ def test_agent_is_killed(kernel, run_root):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
-def test_no_listener_outside_loopback_and_a_hung_rank_is_killed_when_stopped(kernel, run_root, strategy):
+def test_no_listener_outside_loopback_and_a_hung_rank_is_killed_when_stopped(
+    kernel, run_root, strategy
+):
     k = kernel()
-    k.run(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}, strategy={strategy!r}), wait=False)")
+    k.run(
+        IMPORTS
+        + f"run = launch(RunConfig(run_root={str(run_root)!r}, strategy={strategy!r}), wait=False)"
+    )
     run_dir = running(run_root)
     listening = [
-        c.laddr.ip for p in processes(run_root) for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN
+        c.laddr.ip
+        for p in processes(run_root)
+        for c in p.net_connections("inet")
+        if c.status == psutil.CONN_LISTEN
     ]
     assert listening and set(listening) == {"127.0.0.1"}, listening
     psutil.Process(ranks(run_dir)[1]).suspend()
@@ -171,7 +200,11 @@ def test_second_interrupt_kills(kernel, run_root):
     "line, reason, nproc",
     [
         ('{"text": "ok"}\n{"text": broken}\n', "line 2: not valid JSON", 2),
-        ('{"text": "ok"}\n{"body": "no text"}\n', "row 1 of .* has no field 'text'; its fields are: body", 1),
+        (
+            '{"text": "ok"}\n{"body": "no text"}\n',
+            "row 1 of .* has no field 'text'; its fields are: body",
+            1,
+        ),
     ],
 )
 def test_broken_data(refusing, run_root, line, reason, nproc):
@@ -202,9 +235,17 @@ def test_broken_data(refusing, run_root, line, reason, nproc):
         ("model='user/none'", "ModelError", "'user/none' could not be loaded"),
         ("strat_idx=5", "ConfigError", "unknown parameter 'strat_idx' .did you mean 'start_idx'"),
         ("hf_token='x'", "ConfigError", "looks like a secret.*HF_TOKEN"),
-        ("hf_repo='hf_" + "a" * 34 + "'", "ConfigError", "has the shape of an access token.*HF_TOKEN"),
+        (
+            "hf_repo='hf_" + "a" * 34 + "'",
+            "ConfigError",
+            "has the shape of an access token.*HF_TOKEN",
+        ),
         ("resume_file='nope'", "CheckpointError", "no checkpoint 'nope'"),
-        ("hf_repo='me/model'", "CheckpointError", "no Hub token: put one in the environment variable HF_TOKEN"),
+        (
+            "hf_repo='me/model'",
+            "CheckpointError",
+            "no Hub token: put one in the environment variable HF_TOKEN",
+        ),
         ("max_length=4096, nproc=1", "ModelError", "512 positions"),
     ],
 )
@@ -235,5 +276,11 @@ def test_the_disk_fails_the_supervisor_of_a_node(run_root):
         run_dir.path,
     ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "Traceback" in ended.stdout and run_dir.status()["state"] == "failed", ended
-    assert "the supervisor of node 0 (" in str(Run(run_dir).failure) and "Error: [Errno" in str(Run(run_dir).failure)
+    assert (
+        ended.returncode == 1
+        and "Traceback" in ended.stdout
+        and run_dir.status()["state"] == "failed"
+    ), ended
+    assert "the supervisor of node 0 (" in str(Run(run_dir).failure) and "Error: [Errno" in str(
+        Run(run_dir).failure
+    )

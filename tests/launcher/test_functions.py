@@ -22,9 +22,19 @@ def test_a_function_gets_its_arguments_and_returns_what_rank_0_returns(capfd):
 
     def work(number, names):
         print("on rank", where()[0])
-        return {"rank": where()[0], "world": where()[2], "value": number * factor, "names": sorted(names)}
+        return {
+            "rank": where()[0],
+            "world": where()[2],
+            "value": number * factor,
+            "names": sorted(names),
+        }
 
-    assert launch(work, 5, {"b", "a"}, nproc=2) == {"rank": 0, "world": 2, "value": 15, "names": ["a", "b"]}
+    assert launch(work, 5, {"b", "a"}, nproc=2) == {
+        "rank": 0,
+        "world": 2,
+        "value": 15,
+        "names": ["a", "b"],
+    }
     shown = capfd.readouterr().out.splitlines()
     assert sorted(shown) == ["[0] on rank 0", "[1] on rank 1"]
     assert launch(lambda: where(), nproc=1) == (0, 0, 1)
@@ -66,8 +76,14 @@ def test_a_script_may_end_itself():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: launch(lambda file: 1, sys.stdout, nproc=1), "cannot be handed to other processes"),
-        (lambda: launch(lambda: (i for i in ()), nproc=1), "rank 0 returned a generator, which cannot be handed back"),
+        (
+            lambda: launch(lambda file: 1, sys.stdout, nproc=1),
+            "cannot be handed to other processes",
+        ),
+        (
+            lambda: launch(lambda: (i for i in ()), nproc=1),
+            "rank 0 returned a generator, which cannot be handed back",
+        ),
         (lambda: launch(lambda: 1, nproc=0), "at least 1 process"),
         (lambda: launch(lambda: 1, wait=False), "a function is waited for"),
         (lambda: launch(RunConfig(), 3), "belong to a function"),
@@ -150,7 +166,9 @@ def test_after_cuda_was_initialised_in_the_kernel(kernel):
         "os.register_at_fork(after_in_child=lambda: globals().update(touched=True))"
     )
     assert (
-        k.run("import sys\nlaunch(lambda: getattr(sys.modules['__main__'], 'touched', 'not forked'), nproc=2)").strip()
+        k.run(
+            "import sys\nlaunch(lambda: getattr(sys.modules['__main__'], 'touched', 'not forked'), nproc=2)"
+        ).strip()
         == "'not forked'"
     )
 
@@ -179,8 +197,12 @@ def test_directories_of_dead_kernels_are_swept(tmp_path, monkeypatch):
     gone.wait()
     for name, pid in (("multigpu_ft-call-dead", gone.pid), ("multigpu_ft-call-alive", os.getpid())):
         (tmp_path / name).mkdir()
-        RunDir(tmp_path / name).update_status(state="starting", pids={"launcher": pid}, host=socket.gethostname())
-    assert launch(lambda: 1, nproc=1) == 1 and [p.name for p in tmp_path.iterdir()] == ["multigpu_ft-call-alive"]
+        RunDir(tmp_path / name).update_status(
+            state="starting", pids={"launcher": pid}, host=socket.gethostname()
+        )
+    assert launch(lambda: 1, nproc=1) == 1 and [p.name for p in tmp_path.iterdir()] == [
+        "multigpu_ft-call-alive"
+    ]
 
 
 @pytest.mark.parametrize("fault", dying_kernels.FAULTS)

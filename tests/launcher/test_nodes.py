@@ -29,7 +29,9 @@ def one_host(server, material, tmp_path_factory):
 
     @functools.cache
     def train(nproc, **settings):
-        cfg = faults.config(material, tmp_path_factory.mktemp("one"), nproc=nproc, resume_file="none", **settings)
+        cfg = faults.config(
+            material, tmp_path_factory.mktemp("one"), nproc=nproc, resume_file="none", **settings
+        )
         return hosts.losses(server.finish(cfg).path)
 
     return train
@@ -66,20 +68,35 @@ def run_both(net, cfgs, *more):
 
 
 def assert_trained_as_one(cfgs, texts, expected):
-    nproc, run_dirs = cfgs[0].nproc, [RunDir(cfg.run_root + "/two").of_node(node) for node, cfg in enumerate(cfgs)]
+    nproc, run_dirs = (
+        cfgs[0].nproc,
+        [RunDir(cfg.run_root + "/two").of_node(node) for node, cfg in enumerate(cfgs)],
+    )
     found = hosts.losses(run_dirs[0].path)
     assert [step for step, _, _ in found] == [step for step, _, _ in expected]
     assert all(
-        abs(a - b) < 1e-5 for row, other in zip(found, expected, strict=True) for a, b in zip(row, other, strict=True)
+        abs(a - b) < 1e-5
+        for row, other in zip(found, expected, strict=True)
+        for a, b in zip(row, other, strict=True)
     )
     # the other node's own view of it
     part = run_dirs[1]
-    assert hosts.losses(part.path) == found and part.status()["state"] == "done" and Run(part).state == "done"
-    assert "on node 1: multigpu-ft train" in texts[0] and "--node-rank 1 --rdzv 10.77.0.1:29400" in texts[0]
+    assert (
+        hosts.losses(part.path) == found
+        and part.status()["state"] == "done"
+        and Run(part).state == "done"
+    )
+    assert (
+        "on node 1: multigpu-ft train" in texts[0]
+        and "--node-rank 1 --rdzv 10.77.0.1:29400" in texts[0]
+    )
     for rank in range(2 * nproc):
         node = rank // nproc
         log = run_dirs[node].log_file(rank).read_text()
-        assert f"RANK={rank} LOCAL_RANK={rank % nproc} WORLD_SIZE={2 * nproc} NODE_RANK={node} on host{node}" in log
+        assert (
+            f"RANK={rank} LOCAL_RANK={rank % nproc} WORLD_SIZE={2 * nproc} NODE_RANK={node} on host{node}"
+            in log
+        )
     # checkpoints are whole on node 0's disk, and nowhere else
     assert len(list(run_dirs[0].checkpoints()[-1].glob("rank*.safetensors"))) == 2 * nproc
     if cfgs[1].run_root != cfgs[0].run_root:
@@ -101,7 +118,9 @@ def test_two_machines_with_a_disk_each_train_as_one(net, material, one_host, tmp
 
 
 @pytest.mark.slow
-def test_hybrid_sharding_adds_up_micro_batches_before_nodes_hear_of_them(net, material, one_host, tmp_path):
+def test_hybrid_sharding_adds_up_micro_batches_before_nodes_hear_of_them(
+    net, material, one_host, tmp_path
+):
     split = {"batch_size": 1, "accum_steps": 2, "communication": "micro_batch"}
     cfgs = configs(material, tmp_path, **HYBRID, **split)
     assert_trained_as_one(cfgs, run_both(net, cfgs)[1], one_host(4, strategy="fsdp", **split))
@@ -142,7 +161,10 @@ def test_plain_torchrun_does_it_too(net, material, one_host, tmp_path):
     ]
     codes, texts = hosts.wait(nodes)
     assert codes == [0, 0], texts
-    assert all(abs(a[1] - b[1]) < 1e-5 for a, b in zip(hosts.losses(run_dir.path), one_host(2), strict=True))
+    assert all(
+        abs(a[1] - b[1]) < 1e-5
+        for a, b in zip(hosts.losses(run_dir.path), one_host(2), strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -165,8 +187,12 @@ def test_stopped_on_one_machine_and_started_again_on_both(net, material, server,
     assert 20 <= stopped_at < 96
     _, texts = run_both(net, cfgs, "--as-job")
     assert_trained_as_one(cfgs, texts, hosts.losses(calm.path))
-    assert run_dir.status()["state"] == "done" and hosts.losses(run_dir.path) == hosts.losses(calm.path)
-    assert faults.final_state(run_dir.checkpoints()[-1]) == faults.final_state(calm.checkpoints()[-1])
+    assert run_dir.status()["state"] == "done" and hosts.losses(run_dir.path) == hosts.losses(
+        calm.path
+    )
+    assert faults.final_state(run_dir.checkpoints()[-1]) == faults.final_state(
+        calm.checkpoints()[-1]
+    )
 
 
 @pytest.mark.slow
@@ -220,11 +246,19 @@ def test_a_rank_of_the_other_machine_fails(net, material, tmp_path, signal_name,
     nodes = [net.train(n, cfg) for n, cfg in enumerate(cfgs)]
     while len(run_dir.of_node(1).metrics()) < 5:
         time.sleep(0.1)
-    psutil.Process(run_dir.of_node(1).status()["pids"]["ranks"][-1]).send_signal(getattr(signal, signal_name))
+    psutil.Process(run_dir.of_node(1).status()["pids"]["ranks"][-1]).send_signal(
+        getattr(signal, signal_name)
+    )
     codes, texts = hosts.wait(nodes, 40)
-    why = "on node 1 (host1): rank 3 (pid" if signal_name == "SIGKILL" else "on node 1 (host1): rank 1 hangs in step"
+    why = (
+        "on node 1 (host1): rank 3 (pid"
+        if signal_name == "SIGKILL"
+        else "on node 1 (host1): rank 1 hangs in step"
+    )
     assert codes == [1, 1] and all(why in text for text in texts), texts
-    assert ("was killed by signal 9" if signal_name == "SIGKILL" else "it was stopped by a signal") in texts[0]
+    assert (
+        "was killed by signal 9" if signal_name == "SIGKILL" else "it was stopped by a signal"
+    ) in texts[0]
 
 
 @pytest.mark.slow
@@ -236,9 +270,14 @@ def test_a_machine_that_comes_late_or_never(net, material, one_host, tmp_path):
     assert codes == [0, 0], texts
     assert_trained_as_one(cfgs, texts, one_host(2))
     alone = [cfg.replace(join_timeout_s=5, run_name="alone") for cfg in cfgs]
-    codes, texts = hosts.wait([net.train(0, alone[0]), net.train(1, alone[1], rdzv="10.77.0.1:29999")], 60)
+    codes, texts = hosts.wait(
+        [net.train(0, alone[0]), net.train(1, alone[1], rdzv="10.77.0.1:29999")], 60
+    )
     assert codes == [1, 1]
-    assert "NodesError: node 1 of 2 did not join within join_timeout_s=5 s. Start the same command there" in texts[0]
+    assert (
+        "NodesError: node 1 of 2 did not join within join_timeout_s=5 s. Start the same command there"
+        in texts[0]
+    )
     assert (
         "NodesError: node 0 did not answer at 10.77.0.1:29999 within join_timeout_s=5 s (connection refused)"
         in texts[1]
@@ -248,7 +287,10 @@ def test_a_machine_that_comes_late_or_never(net, material, one_host, tmp_path):
 def test_what_is_wrong_with_an_address(net, material, tmp_path):
     cfg, _ = configs(material, tmp_path)
     port = net.start(
-        0, "python3", "-c", "import socket, time; s = socket.create_server(('10.77.0.1', 29400)); time.sleep(60)"
+        0,
+        "python3",
+        "-c",
+        "import socket, time; s = socket.create_server(('10.77.0.1', 29400)); time.sleep(60)",
     )
     time.sleep(1)
     taken = net.train(0, cfg)
@@ -257,9 +299,13 @@ def test_what_is_wrong_with_an_address(net, material, tmp_path):
     codes, texts = hosts.wait([taken, elsewhere, unknown], 60)
     port.kill()
     assert codes == [1, 1, 1]
-    assert "port 29400 of 10.77.0.1 is taken, perhaps by another run; use another one on all nodes" in texts[0]
     assert (
-        "rdzv='10.77.0.2:29400' is where node 0 listens, but that is no address of this machine" in texts[1]
+        "port 29400 of 10.77.0.1 is taken, perhaps by another run; use another one on all nodes"
+        in texts[0]
+    )
+    assert (
+        "rdzv='10.77.0.2:29400' is where node 0 listens, but that is no address of this machine"
+        in texts[1]
         and "10.77.0.1" in texts[1]
     )
     assert "node 0 did not answer at 10.77.0.99:29400 within join_timeout_s=5 s" in texts[2]
@@ -272,7 +318,8 @@ def test_machines_that_are_not_set_up_alike(net, material, one_host, tmp_path):
     codes, texts = hosts.wait([wrong], 30)
     assert (
         codes == [78]
-        and "node 1 (host1) is not set up as node 0 is: learning_rate=0.5 there, 0.001 on node 0" in texts[0]
+        and "node 1 (host1) is not set up as node 0 is: learning_rate=0.5 there, 0.001 on node 0"
+        in texts[0]
     )
     codes, texts = hosts.wait([net.train(1, other.replace(nproc=2))], 30)
     assert codes == [1] and "2 processes there, 1 on node 0" in texts[0]
@@ -297,7 +344,9 @@ def test_texts_that_differ_between_machines(net, material, tmp_path):
     command = f"mount --bind {theirs} {mine} && exec {BIN / 'multigpu-ft'} train {flags(cfgs[1], leave=())} --node-rank 1 --rdzv {net.rdzv()}"
     codes, texts = hosts.wait([host, net.start(1, "unshare", "--mount", "sh", "-c", command)], 90)
     assert codes == [1, 1]
-    assert all("DataError: texts of rank 1, on node 1, differ from node 0's" in text for text in texts), texts
+    assert all(
+        "DataError: texts of rank 1, on node 1, differ from node 0's" in text for text in texts
+    ), texts
 
 
 @pytest.mark.slow
@@ -332,11 +381,18 @@ def test_the_pods_of_a_job(net, material, tmp_path):
     manifests = deploy_kubernetes(cfg, resources).manifests
     job = next(m for m in manifests if m["kind"] == "Job")
     maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] == "ConfigMap"}
-    name, variables = job["metadata"]["name"], next(data for data in maps.values() if "HOME" in data)
-    (config / "cfg.json").write_text(next(data["cfg.json"] for data in maps.values() if "cfg.json" in data))
+    name, variables = (
+        job["metadata"]["name"],
+        next(data for data in maps.values() if "HOME" in data),
+    )
+    (config / "cfg.json").write_text(
+        next(data["cfg.json"] for data in maps.values() if "cfg.json" in data)
+    )
 
     def pods():
-        return [net.pod(n, name, job["spec"]["template"], variables, config, shared) for n in range(2)]
+        return [
+            net.pod(n, name, job["spec"]["template"], variables, config, shared) for n in range(2)
+        ]
 
     run_dir = RunDir(shared / "runs" / "pods")
     started = pods()
@@ -347,14 +403,23 @@ def test_the_pods_of_a_job(net, material, tmp_path):
     codes, texts = hosts.wait(started)
     assert codes == [75, 75] and run_dir.status()["state"] == "stopped", texts
     codes, texts = hosts.wait(pods())
-    assert codes == [0, 0] and run_dir.status()["state"] == "done" and run_dir.status()["step"] == 180, texts
+    assert (
+        codes == [0, 0] and run_dir.status()["state"] == "done" and run_dir.status()["step"] == 180
+    ), texts
     assert list((shared / "runs" / "tensorboard").rglob("events.*"))
 
 
 @pytest.mark.slow
 def test_restarts_on_one_machine(material, server, tmp_path):
     "`max_restarts` also holds for a rank that dies on the only machine."
-    cfg = faults.config(material, tmp_path / "runs", run_name="one", resume_file="none", num_epochs=20, max_restarts=1)
+    cfg = faults.config(
+        material,
+        tmp_path / "runs",
+        run_name="one",
+        resume_file="none",
+        num_epochs=20,
+        max_restarts=1,
+    )
     calm = server.finish(cfg.replace(run_name="calm", max_restarts=0))
     process = subprocess.Popen(
         [BIN / "multigpu-ft", "train", *shlex.split(flags(cfg, leave=()))],

@@ -34,7 +34,9 @@ def checkpoints(kept):
 
 
 def free(monkeypatch, count):
-    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=count))
+    monkeypatch.setattr(
+        outputs.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=count)
+    )
 
 
 def test_outputs_are_kept(run, tmp_path):
@@ -58,7 +60,10 @@ def test_outputs_are_kept(run, tmp_path):
         and len(RunDir(kept).metrics()) == 2
         and (kept / "export" / "model.safetensors").read_bytes() == b"better model"
     )
-    assert not list(kept.rglob(f"*{PARTIAL}")) and outputs.keep_outputs(kept, tmp_path / "out") == (kept, [])
+    assert not list(kept.rglob(f"*{PARTIAL}")) and outputs.keep_outputs(kept, tmp_path / "out") == (
+        kept,
+        [],
+    )
 
 
 def test_another_run_of_that_name_is_left_alone(run, tmp_path):
@@ -75,7 +80,12 @@ def test_what_does_not_fit_is_said_and_the_old_stays(run, tmp_path, monkeypatch)
     save(run, "step-2", b"weights" * 10**6)
     free(monkeypatch, 7_100_000)
     _, (remark,) = outputs.keep_outputs(run.path, tmp_path / "out")
-    assert "checkpoint step-2" in remark and "7.0 MB" in remark and "7.1 MB" in remark and "hf_repo" in remark
+    assert (
+        "checkpoint step-2" in remark
+        and "7.0 MB" in remark
+        and "7.1 MB" in remark
+        and "hf_repo" in remark
+    )
     assert checkpoints(kept) == ["step-1"]
 
 
@@ -95,7 +105,9 @@ def test_a_disk_that_fills_up_leaves_nothing_half_copied(run, tmp_path, monkeypa
     monkeypatch.setattr(
         outputs.shutil,
         "copytree",
-        lambda source, target, **options: copytree(source, target, **{**options, "copy_function": full}),
+        lambda source, target, **options: copytree(
+            source, target, **{**options, "copy_function": full}
+        ),
     )
     _, remarks = outputs.keep_outputs(run.path, tmp_path / "out")
     assert len(remarks) == 2 and all("No space left on device" in r for r in remarks)
@@ -110,12 +122,15 @@ def test_of_damaged_checkpoints_the_next_older_is_kept(run, tmp_path):
     save(run, "step-1")
     (save(run, "step-2") / "rank0.safetensors").write_bytes(b"wEights")
     kept, (remark,) = outputs.keep_outputs(run.path, tmp_path / "out")
-    assert "step-2 is damaged (rank0.safetensors: its content was altered)" in remark and checkpoints(kept) == [
-        "step-1"
-    ]
+    assert (
+        "step-2 is damaged (rank0.safetensors: its content was altered)" in remark
+        and checkpoints(kept) == ["step-1"]
+    )
 
 
 def test_keeping_raises_nothing(run, tmp_path):
-    assert "not a run directory" in outputs.keep_outputs(tmp_path / "nothing", tmp_path / "out")[1][0]
+    assert (
+        "not a run directory" in outputs.keep_outputs(tmp_path / "nothing", tmp_path / "out")[1][0]
+    )
     (tmp_path / "file").write_text("")
     assert "was not kept" in outputs.keep_outputs(run.path, tmp_path / "file")[1][0]

@@ -83,7 +83,9 @@ def two_t4(tmp_path, monkeypatch):
     "A machine whose nvidia-smi tells of two T4s."
     script = tmp_path / "bin" / "nvidia-smi"
     script.parent.mkdir()
-    script.write_text('#!/bin/sh\nfor i in 0 1; do echo "$i, GPU-$i, Tesla T4, 15360, 0, 550.1, 7.5"; done\n')
+    script.write_text(
+        '#!/bin/sh\nfor i in 0 1; do echo "$i, GPU-$i, Tesla T4, 15360, 0, 550.1, 7.5"; done\n'
+    )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -98,14 +100,16 @@ def test_opt_13b_on_two_t4_is_what_the_hand_computes(opt):
         "optimizer"
     ] == pytest.approx(2 * half, abs=0.02)
     assert list(opt.phases) == ["load", "first step", "later step", "save"]
-    assert opt.simulation.found["peaks"][1]["categories"]["gradients"] / 2**30 == pytest.approx(half, abs=0.02), (
-        "all of them are there before the first update"
-    )
-    assert sum(opt.categories.values()) == pytest.approx(opt.peak_gib) and opt.limit_gib == pytest.approx(15109 / 1024)
+    assert opt.simulation.found["peaks"][1]["categories"]["gradients"] / 2**30 == pytest.approx(
+        half, abs=0.02
+    ), "all of them are there before the first update"
+    assert sum(opt.categories.values()) == pytest.approx(
+        opt.peak_gib
+    ) and opt.limit_gib == pytest.approx(15109 / 1024)
     assert opt.fits and opt.fit() is opt.config and opt.settings()["parameters"] == 1_315_758_080
-    assert opt.disk_gib["checkpoint"] == pytest.approx(6 * half) and opt.disk_gib["export"] == pytest.approx(half), (
-        "fp32 with two moments; fp16"
-    )
+    assert opt.disk_gib["checkpoint"] == pytest.approx(6 * half) and opt.disk_gib[
+        "export"
+    ] == pytest.approx(half), "fp32 with two moments; fp16"
     assert opt.host_gib["load"] > 2 * half, "rank 0 reads all of it in fp32"
     assert opt.hours and opt.hours == pytest.approx(5000 * 512 / opt.tokens_per_second / 3600)
     assert any("keep=2" in remark for remark in opt.remarks), (
@@ -129,9 +133,11 @@ def test_what_does_not_fit_is_told_with_what_would(little):
     assert found.verdict == "does not fit" and not found.fits and found.remedies
     fitting = found.fit()
     assert fitting != found.config and estimate(fitting, gpus=2, gpu_memory_gib=1.2).fits
-    assert (fitting.batch_size * fitting.accum_steps, fitting.max_length, fitting.model) == (4, 256, little.model), (
-        "the global batch stays"
-    )
+    assert (fitting.batch_size * fitting.accum_steps, fitting.max_length, fitting.model) == (
+        4,
+        256,
+        little.model,
+    ), "the global batch stays"
     assert f"cfg.replace({next(iter(found.remedies[0].changes))}=" in found._repr_html_()
 
 
@@ -150,7 +156,9 @@ def test_changes_are_offered_in_the_order_of_speed(ask, little):
 @pytest.mark.slow
 def test_where_nothing_fits_that_is_said(little):
     found = estimate(
-        little.replace(tuning="qlora", batch_size=1, strategy="fsdp", activation_checkpointing="full"),
+        little.replace(
+            tuning="qlora", batch_size=1, strategy="fsdp", activation_checkpointing="full"
+        ),
         gpus=2,
         gpu_memory_gib=0.66,
     )
@@ -167,7 +175,12 @@ def test_where_nothing_fits_that_is_said(little):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"activation_checkpointing": "full"}, {"strategy": "fsdp"}, {"tuning": "lora", "quantization": "none"}],
+    [
+        {},
+        {"activation_checkpointing": "full"},
+        {"strategy": "fsdp"},
+        {"tuning": "lora", "quantization": "none"},
+    ],
 )
 def test_a_guess_from_few_blocks_is_near(ask, changes):
     cfg = RunConfig(**{**OPT, "model": "facebook/opt-125m", "strategy": "ddp", **changes})
@@ -187,7 +200,9 @@ def test_hybrid_sharding_takes_what_sharding_over_one_node_takes(ask, little):
 
     assert kept(hybrid, 4) == kept(full, 2)
     # but for what does not divide by four
-    assert kept(full.replace(nnodes=2), 4)["optimizer"] == pytest.approx(kept(full, 2)["optimizer"] / 2, rel=0.02)
+    assert kept(full.replace(nnodes=2), 4)["optimizer"] == pytest.approx(
+        kept(full, 2)["optimizer"] / 2, rel=0.02
+    )
     with pytest.raises(ConfigError, match="cannot be shared out evenly over nnodes=2"):
         estimate(hybrid, gpus=3, gpu_memory_gib="T4")
 
@@ -205,7 +220,9 @@ def test_auto_is_ddp_where_it_fits(ask, little):
 @pytest.mark.slow
 def test_auto_recomputes_as_few_blocks_as_fit(ask):
     cfg = RunConfig(strategy="ddp", dtype="fp16", dataset="a/b", batch_size=64, max_length=128)
-    none, full = (decide(ask, cfg.replace(activation_checkpointing=way), T4, 2) for way in ("none", "full"))
+    none, full = (
+        decide(ask, cfg.replace(activation_checkpointing=way), T4, 2) for way in ("none", "full")
+    )
     assert full.peak < none.peak and decide(ask, cfg, T4, 2).found["every"] == 0
     between = GPU("between", (none.peak + full.peak) / 2 / 2**20, (7, 5))
     assert decide(ask, cfg, between, 2).found["every"] in (1, 2, 3, 4)
@@ -214,9 +231,13 @@ def test_auto_recomputes_as_few_blocks_as_fit(ask):
 
 def test_bf16_is_not_for_a_t4(ask, little):
     auto = little.replace(dtype="auto")
-    assert decide(ask, auto, T4, 2).cfg.dtype == "fp16" and decide(ask, auto, find_gpu("H100"), 2).cfg.dtype == "bf16"
+    assert (
+        decide(ask, auto, T4, 2).cfg.dtype == "fp16"
+        and decide(ask, auto, find_gpu("H100"), 2).cfg.dtype == "bf16"
+    )
     assert any(
-        "emulation" in remark for remark in estimate(little.replace(dtype="bf16"), gpus=2, gpu_memory_gib="T4").remarks
+        "emulation" in remark
+        for remark in estimate(little.replace(dtype="bf16"), gpus=2, gpu_memory_gib="T4").remarks
     )
 
 
@@ -229,9 +250,21 @@ def test_bf16_is_not_for_a_t4(ask, little):
         (ConfigError, 0, "T4", {}, "gpus=0"),
         (ConfigError, True, "T4", {}, "gpus=True"),
         (ConfigError, 2, "T4", {"strategy": "single"}, "cannot run on 2 GPUs"),
-        (ModelError, 2, "T4", {"model": "nobody/has-this"}, "the shape of 'nobody/has-this' is not known"),
+        (
+            ModelError,
+            2,
+            "T4",
+            {"model": "nobody/has-this"},
+            "the shape of 'nobody/has-this' is not known",
+        ),
         (ModelError, 2, "T4", {"model": "facebook/opt-125m", "max_length": 4096}, "2048 positions"),
-        (ModelError, 2, "T4", {"tuning": "lora", "quantization": "none", "lora_target_modules": "q_porj"}, "q_proj"),
+        (
+            ModelError,
+            2,
+            "T4",
+            {"tuning": "lora", "quantization": "none", "lora_target_modules": "q_porj"},
+            "q_proj",
+        ),
     ],
 )
 def test_what_cannot_be_is_told(kind, gpus, memory, settings, words, monkeypatch):
@@ -243,7 +276,13 @@ def test_what_cannot_be_is_told(kind, gpus, memory, settings, words, monkeypatch
 @pytest.mark.slow
 def test_a_model_in_a_folder_without_weights(tmp_path):
     "`config.json` is all it takes."
-    cfg = RunConfig(model=str(tmp_path), tuning="qlora", strategy="ddp", activation_checkpointing="none", **SMALL)
+    cfg = RunConfig(
+        model=str(tmp_path),
+        tuning="qlora",
+        strategy="ddp",
+        activation_checkpointing="none",
+        **SMALL,
+    )
     (tmp_path / "config.json").write_text(json.dumps({**bench.QWEN, "num_hidden_layers": 2}))
     found = estimate(cfg, gpus=2, gpu_memory_gib="T4")
     assert found.settings()["quantization"] == "4bit" and found.fits
@@ -293,27 +332,44 @@ def test_it_is_near_to_a_real_run(name, tmp_path):
 
 
 def test_command_line(monkeypatch):
-    arguments = [BIN / "multigpu-ft", "estimate", "--preset", "opt-1.3b-arxiv", "--gpus", "2", "--json"]
+    arguments = [
+        BIN / "multigpu-ft",
+        "estimate",
+        "--preset",
+        "opt-1.3b-arxiv",
+        "--gpus",
+        "2",
+        "--json",
+    ]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert found["fits"] is True and 8 < found["peak_gib"] < 14.75 and found["gpu"] == "T4" and found["gpus"] == 2
     assert (
-        sum(found["categories"].values()) == pytest.approx(found["peak_gib"], abs=0.02) and found["verdict"] == "fits"
+        found["fits"] is True
+        and 8 < found["peak_gib"] < 14.75
+        and found["gpu"] == "T4"
+        and found["gpus"] == 2
+    )
+    assert (
+        sum(found["categories"].values()) == pytest.approx(found["peak_gib"], abs=0.02)
+        and found["verdict"] == "fits"
     )
     for wrong, words in (
         (["--gpus", "0"], "gpus=0"),
         (["--gpus", "two"], "not a number of GPUs"),
         (["--gpu-memory-gib", "T5"], "T5"),
     ):
-        done = subprocess.run([BIN / "multigpu-ft", "estimate", *wrong], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [BIN / "multigpu-ft", "estimate", *wrong], capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 1 and "ConfigError" in done.stderr and words in done.stderr
 
 
 def test_launch_refuses_what_cannot_fit(two_t4, tmp_path, little):
     cfg = little.replace(batch_size=2048, run_root=str(tmp_path / "runs"))
     with pytest.raises(
-        ConfigError, match=r"does not fit: .* of 14.8 GiB on each of 2 x T4.* This would: cfg.replace\(.*force=True"
+        ConfigError,
+        match=r"does not fit: .* of 14.8 GiB on each of 2 x T4.* This would: cfg.replace\(.*force=True",
     ):
         launch(cfg)
     assert not list((tmp_path / "runs").glob("*")), "before anything is made"
@@ -326,7 +382,9 @@ def test_launch_refuses_what_cannot_fit(two_t4, tmp_path, little):
 
 
 def test_a_run_keeps_to_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, monkeypatch):
-    run = launch(RunConfig(run_root=str(tmp_path / "runs"), end_idx=40, max_length=64, num_epochs=1))
+    run = launch(
+        RunConfig(run_root=str(tmp_path / "runs"), end_idx=40, max_length=64, num_epochs=1)
+    )
     plan = run.dir.plan()
     assert (
         plan["gpu"] == "T4"
@@ -344,15 +402,24 @@ def test_a_run_keeps_to_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, m
     cfg, reason = _as_planned(RunConfig(), plan, on_gpu)
     assert (cfg.strategy, cfg.activation_checkpointing, reason) == ("fsdp", 2, plan["line"])
     cfg, reason = _as_planned(RunConfig(strategy="ddp"), plan, on_gpu)
-    assert (cfg.strategy, cfg.activation_checkpointing, reason) == ("ddp", 2, None), "what is set stays"
-    assert _as_planned(RunConfig(), plan, World(0, 0, 4, torch.device("cuda", 0))) == (RunConfig(), None)
+    assert (cfg.strategy, cfg.activation_checkpointing, reason) == ("ddp", 2, None), (
+        "what is set stays"
+    )
+    assert _as_planned(RunConfig(), plan, World(0, 0, 4, torch.device("cuda", 0))) == (
+        RunConfig(),
+        None,
+    )
     there.total_memory *= 2
     assert _as_planned(RunConfig(), plan, on_gpu) == (RunConfig(), None)
 
 
 def test_the_gpus_of_this_machine(two_t4):
     found = estimate(RunConfig(max_length=64))
-    assert found.gpus == 2 and found.gpu.name == "T4" and found.limit_gib == pytest.approx(15109 / 1024)
+    assert (
+        found.gpus == 2
+        and found.gpu.name == "T4"
+        and found.limit_gib == pytest.approx(15109 / 1024)
+    )
     assert estimate(RunConfig(max_length=64, nproc=1)).gpus == 1
 
 
@@ -380,4 +447,8 @@ def test_of_different_gpus_those_count_that_the_run_would_take(two_t4, tmp_path,
 
 def test_the_bench_has_results():
     results = json.loads((Path(bench.RESULTS) / "memory.json").read_text())
-    assert len(results["rows"]) >= 12 and results["median_error"] <= 0.03 and results["worst_error"] <= 0.08
+    assert (
+        len(results["rows"]) >= 12
+        and results["median_error"] <= 0.03
+        and results["worst_error"] <= 0.08
+    )

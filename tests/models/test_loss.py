@@ -20,7 +20,8 @@ def gradients(model, batch, chunked):
 
 @pytest.mark.parametrize("name", ["opt", "llama"], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    "kind", ["plain", "frozen head", "lora", "lora on the head", "no targets", "a chunk without targets"]
+    "kind",
+    ["plain", "frozen head", "lora", "lora on the head", "no targets", "a chunk without targets"],
 )
 def test_chunked_is_plain_cross_entropy(name, kind):
     from peft import LoraConfig, get_peft_model
@@ -30,18 +31,24 @@ def test_chunked_is_plain_cross_entropy(name, kind):
     if kind.startswith("lora"):
         modules = ["q_proj", "v_proj"] + (["lm_head"] if "head" in kind else [])
         model = get_peft_model(
-            model, LoraConfig(r=4, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM")
+            model,
+            LoraConfig(r=4, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM"),
         )
     if kind == "frozen head":
         model.get_output_embeddings().weight.requires_grad_(False)
-    batch = {k: torch.from_numpy(v) for k, v in collate([[texts[i]] for i in range(32)], 1, "padded").items()}
+    batch = {
+        k: torch.from_numpy(v)
+        for k, v in collate([[texts[i]] for i in range(32)], 1, "padded").items()
+    }
     if kind == "no targets":
         batch |= {"predictors": batch["predictors"][:0], "targets": batch["targets"][:0]}
     if (
         kind == "a chunk without targets"
     ):  # as labels of -100 would be: the first 300 of some 700 tokens are not to be predicted
         batch |= {"predictors": batch["predictors"][300:], "targets": batch["targets"][300:]}
-    (plain, expected), (chunked, found) = (gradients(LossModel(model), batch, how) for how in (False, True))
+    (plain, expected), (chunked, found) = (
+        gradients(LossModel(model), batch, how) for how in (False, True)
+    )
     assert abs(plain - chunked) <= 1e-6 * abs(plain) and found.keys() == expected.keys() and found
     for parameter, gradient in expected.items():
         assert (gradient - found[parameter]).norm() <= 1e-6 * gradient.norm() + 1e-9, parameter
@@ -60,7 +67,9 @@ def test_chunked_in_half_precision(dtype, tolerance):
         inputs = hidden.to(dtype).to(kind).requires_grad_()
         loss, _ = chunked_cross_entropy(inputs, head, targets, scale)
         loss.backward()
-        expected.append([g.float() / (scale * 600) for g in (loss.detach(), inputs.grad, head.weight.grad)])
+        expected.append(
+            [g.float() / (scale * 600) for g in (loss.detach(), inputs.grad, head.weight.grad)]
+        )
     for plain, half in zip(*expected, strict=True):
         assert (plain - half).norm() < tolerance * plain.norm()
 
@@ -77,14 +86,23 @@ def test_memory_of_the_chunked_loss_does_not_grow_with_tokens_times_vocabulary()
             Largest.elements = max(
                 [
                     Largest.elements,
-                    *(t.numel() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)),
+                    *(
+                        t.numel()
+                        for t in (out if isinstance(out, tuple) else (out,))
+                        if isinstance(t, torch.Tensor)
+                    ),
                 ]
             )
             return out
 
     tokens, vocabulary = 4096, 4000
-    hidden, head = torch.randn(tokens, 16, requires_grad=True), nn.Linear(16, vocabulary, bias=False)
+    hidden, head = (
+        torch.randn(tokens, 16, requires_grad=True),
+        nn.Linear(16, vocabulary, bias=False),
+    )
     with Largest():
         chunked_cross_entropy(hidden, head, torch.randint(vocabulary, (tokens,)))[0].backward()
     assert Largest.elements < tokens * vocabulary / 4
-    F.cross_entropy(head(hidden), torch.zeros(tokens, dtype=torch.long)).backward()  # while the plain way does
+    F.cross_entropy(
+        head(hidden), torch.zeros(tokens, dtype=torch.long)
+    ).backward()  # while the plain way does

@@ -21,19 +21,29 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tuned(models):
     "A server that has peft and bitsandbytes imported, too."
-    started = faults.Server(models / "opt", "peft", "bitsandbytes", "torch.distributed.checkpoint.state_dict")
+    started = faults.Server(
+        models / "opt", "peft", "bitsandbytes", "torch.distributed.checkpoint.state_dict"
+    )
     yield started
     started.close()
 
 
-@pytest.mark.parametrize("architecture", [name if name == "opt" else slow(name) for name in adapters.ARCHITECTURES])
-def test_every_tuning_trains_resumes_and_exports_under_every_strategy(architecture, models, tuned, run_root):
-    labelled = {"eval_dataset": str(models / "few.jsonl")} if adapters.is_classifier(architecture) else {}
+@pytest.mark.parametrize(
+    "architecture", [name if name == "opt" else slow(name) for name in adapters.ARCHITECTURES]
+)
+def test_every_tuning_trains_resumes_and_exports_under_every_strategy(
+    architecture, models, tuned, run_root
+):
+    labelled = (
+        {"eval_dataset": str(models / "few.jsonl")} if adapters.is_classifier(architecture) else {}
+    )
     (models / "few.jsonl").write_text(
         "".join((models / "texts.jsonl").read_text().splitlines(keepends=True)[:13])
     )  # 13 are 7 and 6
     cells = [
-        adapters.try_cell(tuned, models, run_root / tuning / strategy, architecture, tuning, strategy, **labelled)
+        adapters.try_cell(
+            tuned, models, run_root / tuning / strategy, architecture, tuning, strategy, **labelled
+        )
         for tuning in adapters.TUNINGS
         for strategy in adapters.STRATEGIES
         if not adapters.refused(architecture, tuning, strategy)
@@ -43,11 +53,17 @@ def test_every_tuning_trains_resumes_and_exports_under_every_strategy(architectu
     for cell in cells:
         where, alike = (cell["tuning"], cell["strategy"]), single[cell["tuning"]]
         tolerance = 1e-5 if cell["quantization"] == "none" else 1e-4
-        assert cell["quantization"] == {"qlora": "4bit", "lora8bit": "8bit"}.get(cell["tuning"], "none")
-        assert len(cell["losses"]) == 12 and cell["resumed"] < tolerance and cell["frozen_stay"], where
+        assert cell["quantization"] == {"qlora": "4bit", "lora8bit": "8bit"}.get(
+            cell["tuning"], "none"
+        )
+        assert len(cell["losses"]) == 12 and cell["resumed"] < tolerance and cell["frozen_stay"], (
+            where
+        )
         assert max(map(adapters.difference, cell["losses"], alike["losses"])) < tolerance, where
         if labelled:
-            assert cell["eval_after"]["loss"] == pytest.approx(alike["eval_after"]["loss"], rel=tolerance)
+            assert cell["eval_after"]["loss"] == pytest.approx(
+                alike["eval_after"]["loss"], rel=tolerance
+            )
             assert (
                 round(cell["eval_after"]["accuracy"] * 13, 9).is_integer()
                 and cell["eval_after"]["accuracy"] == alike["eval_after"]["accuracy"]
@@ -55,7 +71,9 @@ def test_every_tuning_trains_resumes_and_exports_under_every_strategy(architectu
     assert single["lora"]["checkpoint_bytes"] < single["full"]["checkpoint_bytes"] / 2, (
         "a checkpoint beside an adapter holds what is trained"
     )
-    for folder, (found, expected) in adapters.reload([folder for cell in cells for folder in cell["exports"]]).items():
+    for folder, (found, expected) in adapters.reload(
+        [folder for cell in cells for folder in cell["exports"]]
+    ).items():
         assert found == pytest.approx(expected, abs=1e-4), folder
 
 
@@ -67,28 +85,40 @@ def test_half_precision_trains_an_adapter_of_fp32(models, tuned, run_root):
         runs = [
             tuned.finish(
                 adapters.config(
-                    models, run_root / dtype / tuning, "qwen3", tuning, strategy, dtype=dtype, lora_dropout=0.05
+                    models,
+                    run_root / dtype / tuning,
+                    "qwen3",
+                    tuning,
+                    strategy,
+                    dtype=dtype,
+                    lora_dropout=0.05,
                 )
             )
             for dtype in ("fp32", "fp16")
         ]
-        assert all(run.status()["state"] == "done" for run in runs), runs[-1].log_file(0).read_text()[-2000:]
+        assert all(run.status()["state"] == "done" for run in runs), (
+            runs[-1].log_file(0).read_text()[-2000:]
+        )
         assert runs[1].status()["dtype"] == "float16"
         assert max(map(adapters.difference, *map(adapters.losses, runs))) < 0.01
         for path in runs[1].checkpoints()[-1].glob("rank*.safetensors"):
             with safe_open(path, framework="pt") as file:
-                assert {file.get_tensor(name).dtype for name in file.keys() if name.startswith("model/")} <= {
-                    torch.float32
-                }
+                assert {
+                    file.get_tensor(name).dtype for name in file.keys() if name.startswith("model/")
+                } <= {torch.float32}
         load_export(runs[1].status()["export"])
         load_export(runs[1].status()["merged"])
 
 
 def test_the_decision_is_told(models, tuned, run_root):
     run = tuned.finish(
-        adapters.config(models, run_root, "bert", "lora", "ddp", lora_r=2, lora_target_modules="query-value")
+        adapters.config(
+            models, run_root, "bert", "lora", "ddp", lora_r=2, lora_target_modules="query-value"
+        )
     )
-    assert run.status()["remarks"] == ["trains 578 of 22,884 parameters (2.53%); quantization none: no GPU"]
+    assert run.status()["remarks"] == [
+        "trains 578 of 22,884 parameters (2.53%); quantization none: no GPU"
+    ]
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
@@ -98,32 +128,50 @@ def failure(server, cfg):
     run = server.finish(cfg)
     assert run.status()["state"] != "done"
     return (
-        "".join(json.loads(path.read_text())["message"]["message"] for path in sorted(run.path.glob("errors/*.json")))
+        "".join(
+            json.loads(path.read_text())["message"]["message"]
+            for path in sorted(run.path.glob("errors/*.json"))
+        )
         or run.log_file(0).read_text()
     )
 
 
-def test_bad_labels_and_conversations_are_named_with_file_line_and_value(models, tuned, run_root, tmp_path):
+def test_bad_labels_and_conversations_are_named_with_file_line_and_value(
+    models, tuned, run_root, tmp_path
+):
     def told(rows, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return failure(
-            tuned, adapters.config(models, run_root, "bert", "full", "single", dataset=str(path), **settings)
+            tuned,
+            adapters.config(
+                models, run_root, "bert", "full", "single", dataset=str(path), **settings
+            ),
         )
 
     text = {"text": "w1 w2"}
-    assert "rows.jsonl (line 3): label 5 is out of range" in told([{**text, "label": label} for label in (0, 1, 5)])
-    assert "rows.jsonl (line 2): label 'good' is a name, but earlier labels are whole numbers" in told(
-        [{**text, "label": label} for label in (0, "good")]
+    assert "rows.jsonl (line 3): label 5 is out of range" in told(
+        [{**text, "label": label} for label in (0, 1, 5)]
     )
-    assert "rows.jsonl (line 2): label None is a NoneType" in told([{**text, "label": label} for label in (0, None)])
+    assert (
+        "rows.jsonl (line 2): label 'good' is a name, but earlier labels are whole numbers"
+        in told([{**text, "label": label} for label in (0, "good")])
+    )
+    assert "rows.jsonl (line 2): label None is a NoneType" in told(
+        [{**text, "label": label} for label in (0, None)]
+    )
     assert "has no field 'label'; its fields are: text" in told([text])
     talk = {"messages": [{"role": "user", "content": "w1"}]}
-    assert "rows.jsonl (line 1) has no assistant turn" in told([talk], task="chat", model=str(models / "opt"))
+    assert "rows.jsonl (line 1) has no assistant turn" in told(
+        [talk], task="chat", model=str(models / "opt")
+    )
 
 
 def test_unknown_target_modules_list_those_there_are(models, tuned, run_root):
-    said = failure(tuned, adapters.config(models, run_root, "opt", "lora", "single", lora_target_modules="q_prj"))
+    said = failure(
+        tuned,
+        adapters.config(models, run_root, "opt", "lora", "single", lora_target_modules="q_prj"),
+    )
     assert (
         "no linear layer 'q_prj' (did you mean 'q_proj'?); available: k_proj, v_proj, q_proj, out_proj, fc1, fc2."
         in said
@@ -135,12 +183,18 @@ def test_another_head_or_adapter_is_no_continuation(models, tuned, run_root, tmp
     done = tuned.finish(cfg)
     rows = [json.loads(line) for line in (models / "texts.jsonl").read_text().splitlines()]
     own = tmp_path / "texts.jsonl"
-    own.write_text("".join(json.dumps({**row, "label": i % 3}) + "\n" for i, row in enumerate(rows)))
-    weights = cfg.replace(dataset=str(own), resume_file=done.status()["checkpoint"], resume_scope="weights")
+    own.write_text(
+        "".join(json.dumps({**row, "label": i % 3}) + "\n" for i, row in enumerate(rows))
+    )
+    weights = cfg.replace(
+        dataset=str(own), resume_file=done.status()["checkpoint"], resume_scope="weights"
+    )
     assert "labels: checkpoint ['0', '1'], this run ['0', '1', '2']" in failure(tuned, weights)
     with pytest.raises(CheckpointError, match="adapter: checkpoint None, this run {'r': 8"):
         launch(cfg.replace(tuning="lora", resume_file=done.status()["checkpoint"]))
-    with pytest.raises(CheckpointError, match="task: checkpoint 'classification', this run 'causal-lm'"):
+    with pytest.raises(
+        CheckpointError, match="task: checkpoint 'classification', this run 'causal-lm'"
+    ):
         launch(cfg.replace(task="causal-lm", resume_file=done.status()["checkpoint"]))
 
 
@@ -148,13 +202,21 @@ def test_a_classifier_keeps_its_head_only_for_its_labels(models, tuned, run_root
     "An export is a model to go on from."
     first = tuned.finish(adapters.config(models, run_root, "bert", "full", "single"))
     again = adapters.config(
-        models, run_root, "bert", "full", "single", model=first.status()["export"], resume_file="none"
+        models,
+        run_root,
+        "bert",
+        "full",
+        "single",
+        model=first.status()["export"],
+        resume_file="none",
     )
     second = tuned.finish(again)
     assert second.status()["loss_before"] == pytest.approx(first.status()["loss_after"], rel=1e-5)
     path = tmp_path / "three.jsonl"
     path.write_text("".join(json.dumps({"text": "w1", "label": i % 3}) + "\n" for i in range(6)))
-    assert "doesn't fit the data's 3 labels (0, 1, 2)" in failure(tuned, again.replace(dataset=str(path), end_idx=None))
+    assert "doesn't fit the data's 3 labels (0, 1, 2)" in failure(
+        tuned, again.replace(dataset=str(path), end_idx=None)
+    )
 
 
 def test_presets_name_real_hub_models_and_what_they_need(capsys, monkeypatch):
@@ -174,7 +236,11 @@ def test_presets_name_real_hub_models_and_what_they_need(capsys, monkeypatch):
         bert.num_epochs,
     ) == (8, 16, "query,value", 0.05, 64, 1)
     distilbert = RunConfig.preset("distilbert-sst2")
-    assert (distilbert.max_length, distilbert.lr_scheduler, distilbert.warmup_steps) == (128, "linear", 0)
+    assert (distilbert.max_length, distilbert.lr_scheduler, distilbert.warmup_steps) == (
+        128,
+        "linear",
+        0,
+    )
     assert RunConfig.preset("qwen3-14b-qlora").strategy == "fsdp"
 
 
@@ -192,7 +258,13 @@ def test_a_real_encoder_learns_sentiment(shared_data, run_root):
 
     run = launch(
         config(
-            shared_data / "sst2", run_root, "full", end_idx=960, eval_every=None, eval_end_idx=400, learning_rate=1e-4
+            shared_data / "sst2",
+            run_root,
+            "full",
+            end_idx=960,
+            eval_every=None,
+            eval_end_idx=400,
+            learning_rate=1e-4,
         )
     )
     assert run.status["eval_after"]["accuracy"] > run.status["eval_before"]["accuracy"] + 0.15

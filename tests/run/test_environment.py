@@ -18,11 +18,14 @@ def test_on_kaggle(monkeypatch, kaggle, tmp_path):
     assert environment.platform() == "kaggle" and environment.default_run_root() == str(
         tmp_path / "kaggle_scratch" / "runs"
     )
-    assert environment.outputs_folder() == tmp_path / "kaggle_outputs" and environment.session_hours() == pytest.approx(
-        10, abs=0.01
+    assert (
+        environment.outputs_folder() == tmp_path / "kaggle_outputs"
+        and environment.session_hours() == pytest.approx(10, abs=0.01)
     )
     assert "30 hours" in environment.quota_note()
-    monkeypatch.setattr(environment.psutil, "Process", lambda pid: types.SimpleNamespace(create_time=lambda: 0.0))
+    monkeypatch.setattr(
+        environment.psutil, "Process", lambda pid: types.SimpleNamespace(create_time=lambda: 0.0)
+    )
     assert environment.session_hours() is None
 
 
@@ -31,14 +34,21 @@ def test_on_colab(monkeypatch, tmp_path):
     assert environment.platform() == "colab" and environment.default_run_root() == str(
         tmp_path / "colab_scratch" / "runs"
     )
-    assert environment.outputs_folder() is None and "drive.mount" in diagnostics._outputs_row().remedy
+    assert (
+        environment.outputs_folder() is None and "drive.mount" in diagnostics._outputs_row().remedy
+    )
     environment.COLAB_DRIVE.mkdir()
     assert environment.outputs_folder() == tmp_path / "colab_drive" / "multigpu_ft"
 
 
 def test_elsewhere():
     assert (environment.platform(), environment.default_run_root()) == ("other", "runs")
-    assert environment.outputs_folder() is environment.session_hours() is environment.quota_note() is None
+    assert (
+        environment.outputs_folder()
+        is environment.session_hours()
+        is environment.quota_note()
+        is None
+    )
 
 
 def test_secrets_of_kaggle(monkeypatch, kaggle):
@@ -71,14 +81,24 @@ def test_a_store_that_does_not_answer_is_asked_once(monkeypatch, kaggle):
         asked.append(name)
         raise ConnectionError
 
-    fake_module(monkeypatch, "kaggle_secrets", UserSecretsClient=lambda: types.SimpleNamespace(get_secret=get_secret))
+    fake_module(
+        monkeypatch,
+        "kaggle_secrets",
+        UserSecretsClient=lambda: types.SimpleNamespace(get_secret=get_secret),
+    )
     assert secrets.use_secrets() == [] and asked == ["HF_TOKEN"]
 
 
 @pytest.mark.parametrize("get", [no_such_secret, lambda name: "", lambda name: None])
 def test_a_store_without_the_secret(monkeypatch, get):
     fake_module(monkeypatch, "google.colab", userdata=types.SimpleNamespace(get=get))
-    monkeypatch.setitem(sys.modules, "google", types.SimpleNamespace(colab=sys.modules["google.colab"]))
-    assert secrets.secret("HF_TOKEN") is None and secrets.use_secrets() == [] and "HF_TOKEN" not in os.environ
+    monkeypatch.setitem(
+        sys.modules, "google", types.SimpleNamespace(colab=sys.modules["google.colab"])
+    )
+    assert (
+        secrets.secret("HF_TOKEN") is None
+        and secrets.use_secrets() == []
+        and "HF_TOKEN" not in os.environ
+    )
     sys.modules["google.colab"].userdata.get = lambda name: "hf_z"
     assert secrets.secret("HF_TOKEN") == "hf_z"

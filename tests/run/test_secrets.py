@@ -29,7 +29,10 @@ def test_the_scanner_finds_planted_secrets(tmp_path):
         "url.txt": quote(value, safe="").encode(),
         "hex.txt": value.encode().hex().upper().encode(),
         "packed.gz": gzip.compress(f"in {value}".encode()),
-        **{f"base64-{shift}.txt": base64.b64encode(b"x" * shift + value.encode() + b"tail") for shift in range(3)},
+        **{
+            f"base64-{shift}.txt": base64.b64encode(b"x" * shift + value.encode() + b"tail")
+            for shift in range(3)
+        },
         "basic.txt": base64.urlsafe_b64encode(f"api:{value}".encode()),
     }
     for name, content in planted.items():
@@ -126,12 +129,20 @@ def test_a_papermill_run_its_repository_and_its_evaluation_leave_no_secret(place
         "run_name": "canary",
     }
     parameters = [word for name, value in settings.items() for word in ("-p", name, str(value))]
-    watched = Watched([BIN / "papermill", NBS / "train.ipynb", out, *parameters], cwd=folder / "work", env=environment)
-    assert watched.done.returncode == 0, watched.done.stderr[-3000:]
-    assert server.histories and server.artifacts and any("loss" in h for h in server.history(*server.histories)), (
-        "the key was used"
+    watched = Watched(
+        [BIN / "papermill", NBS / "train.ipynb", out, *parameters],
+        cwd=folder / "work",
+        env=environment,
     )
-    assert list((folder / "work" / "runs").glob("*/wandb/run-*/logs/debug*.log")), "the scan covers W&B's own logs"
+    assert watched.done.returncode == 0, watched.done.stderr[-3000:]
+    assert (
+        server.histories
+        and server.artifacts
+        and any("loss" in h for h in server.history(*server.histories))
+    ), "the key was used"
+    assert list((folder / "work" / "runs").glob("*/wandb/run-*/logs/debug*.log")), (
+        "the scan covers W&B's own logs"
+    )
     assert (
         "done" in outputs(out)
         and hub.checkpoints("jane/model")
@@ -139,7 +150,12 @@ def test_a_papermill_run_its_repository_and_its_evaluation_leave_no_secret(place
     ), "the token was used"
     assert_clean(folder, canaries, watched)
     parameters = "-p hf_repo jane/model -p base model -p dataset texts.jsonl -p start_idx 24 -p samples 1".split()
-    command = [BIN / "papermill", NBS / "evaluate.ipynb", folder / "work" / "evaluated.ipynb", *parameters]
+    command = [
+        BIN / "papermill",
+        NBS / "evaluate.ipynb",
+        folder / "work" / "evaluated.ipynb",
+        *parameters,
+    ]
     watched = Watched(command, cwd=folder / "work", env=environment)
     hub.close()
     assert watched.done.returncode == 0, watched.done.stderr[-3000:]
@@ -171,7 +187,10 @@ def test_a_failing_run_leaves_no_secret_not_even_in_its_exception(place):
         "    signal.signal(signal.SIGALRM, fail)\n"
         "    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.1)\n"
     )
-    environment |= {"PYTHONPATH": f"{store}:{os.environ.get('PYTHONPATH', '')}", "COLAB_RELEASE_TAG": "release"}
+    environment |= {
+        "PYTHONPATH": f"{store}:{os.environ.get('PYTHONPATH', '')}",
+        "COLAB_RELEASE_TAG": "release",
+    }
     environment["STORE_OF_HF"] = environment.pop("HF_TOKEN").encode().hex()
     train = (
         f"{BIN}/multigpu-ft train --model model --dataset texts.jsonl --tracker wandb,tensorboard --run-root mine "

@@ -25,8 +25,17 @@ from multigpu_ft.tracking.tensorboard import TensorBoard, scalars
 from multigpu_ft.tracking.trackers import check_trackers
 from multigpu_ft.tracking.wandb import logged_steps
 
-NOBODY = {"WANDB_API_KEY": "", "WANDB_BASE_URL": "http://127.0.0.1:9", "NETRC": "/dev/null", "HF_TOKEN": ""}
-EVERYTHING = {"scalars": 0, "histograms": 0, "tensors": 0}  # EventAccumulator otherwise keeps a sample
+NOBODY = {
+    "WANDB_API_KEY": "",
+    "WANDB_BASE_URL": "http://127.0.0.1:9",
+    "NETRC": "/dev/null",
+    "HF_TOKEN": "",
+}
+EVERYTHING = {
+    "scalars": 0,
+    "histograms": 0,
+    "tensors": 0,
+}  # EventAccumulator otherwise keeps a sample
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,8 +61,12 @@ def cores():
     worker, found = os.environ.get("PYTEST_XDIST_WORKER"), []
     for process in psutil.process_iter(["name", "status"]):
         with contextlib.suppress(psutil.Error):
-            if (process.info["name"] or "").startswith("wandb-core") and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found += [process.pid] if process.environ().get("PYTEST_XDIST_WORKER") == worker else []
+            if (process.info["name"] or "").startswith("wandb-core") and process.info[
+                "status"
+            ] != psutil.STATUS_ZOMBIE:
+                found += (
+                    [process.pid] if process.environ().get("PYTEST_XDIST_WORKER") == worker else []
+                )
     return found
 
 
@@ -62,7 +75,9 @@ def assert_same_scalars(found, records):
     assert [h["_step"] for h in found] == [m["step"] for m in records]
     for h, m in zip(found, records, strict=True):
         assert {
-            k: v for k, v in h.items() if not k.startswith("_") and not k.startswith(("gradients/", "parameters/"))
+            k: v
+            for k, v in h.items()
+            if not k.startswith("_") and not k.startswith(("gradients/", "parameters/"))
         } == scalars(m)
 
 
@@ -75,7 +90,9 @@ def assert_same_curves(folder, records):
     for m in records:
         for name, value in scalars(m).items():
             if name not in ("step", "time"):
-                expected.setdefault(name, []).append((m["step"], float(np.float32(value)), m["time"]))
+                expected.setdefault(name, []).append(
+                    (m["step"], float(np.float32(value)), m["time"])
+                )
     tags = {tag.split("/", 1)[1]: tag for tag in board.Tags()["scalars"]}
     assert tags.keys() == expected.keys()
     for name, points in expected.items():
@@ -90,7 +107,10 @@ def logged_first(runs):
         found = {m["step"]: m for m in run.metrics() if m["step"] in steps_in_wandb(run)} | found
     for m in earlier_metrics(runs[-1], 10**9):
         same = found.setdefault(m["step"], m)
-        assert all(same[name] == m[name] for name in ("loss", "grad_norm", "learning_rate", "samples_seen", "epoch"))
+        assert all(
+            same[name] == m[name]
+            for name in ("loss", "grad_norm", "learning_rate", "samples_seen", "epoch")
+        )
     return [found[step] for step in sorted(found)]
 
 
@@ -148,8 +168,12 @@ def test_a_kill_a_resume_and_a_slice_are_one_curve(curve):
     killed, resumed, second = curve
     lines = {run.status()["line"] for run in curve}
     records = earlier_metrics(second, 10**9)
-    assert len(lines) == 1 and [m["step"] for m in records] == list(range(1, second.status()["step"] + 1))
-    assert killed.metrics()[-1]["step"] >= resumed.status()["first_step"] > 1, "some steps were trained twice"
+    assert len(lines) == 1 and [m["step"] for m in records] == list(
+        range(1, second.status()["step"] + 1)
+    )
+    assert killed.metrics()[-1]["step"] >= resumed.status()["first_step"] > 1, (
+        "some steps were trained twice"
+    )
     steps = [step for run in curve for step in steps_in_wandb(run)]
     assert steps == list(range(1, len(records) + 1)), "each step once, in order, without gaps"
     board = assert_same_curves(killed.path.parent / "tensorboard" / lines.pop(), records)
@@ -158,13 +182,16 @@ def test_a_kill_a_resume_and_a_slice_are_one_curve(curve):
     assert checkpoint["line"] == second.status()["line"]
     assert not cores(), "W&B's process ends with its run"
     assert all(
-        "no WANDB_API_KEY" in run.status()["remarks"][0] and "multigpu-ft sync" in run.status()["remarks"][0]
+        "no WANDB_API_KEY" in run.status()["remarks"][0]
+        and "multigpu-ft sync" in run.status()["remarks"][0]
         for run in curve[1:]
     )
 
 
 def test_histograms_stand_at_the_steps_they_were_taken(curve):
-    board = EventAccumulator(str(curve[0].path.parent / "tensorboard" / curve[0].status()["line"]), EVERYTHING).Reload()
+    board = EventAccumulator(
+        str(curve[0].path.parent / "tensorboard" / curve[0].status()["line"]), EVERYTHING
+    ).Reload()
     name = "parameters/model.decoder.final_layer_norm.weight"
     found, last = board.Histograms(name), curve[-1].status()["step"]
     assert [h.step for h in found] == list(range(50, last + 1, 50)) and board.Histograms(
@@ -181,7 +208,10 @@ def test_offline_logs_are_uploaded_later_and_once(curve):
         assert [name[:11] for name in uploaded if name.startswith("offline")] == ["offline-run"] * 3
         history = server.history(last.status()["line"])
         assert_same_scalars(history, logged_first(curve))
-        assert any("gradients/model.decoder.embed_tokens.weight" in h for h in history) and len(server.histories) == 1
+        assert (
+            any("gradients/model.decoder.embed_tokens.weight" in h for h in history)
+            and len(server.histories) == 1
+        )
         assert sync(last, server) == [] and server.history(last.status()["line"]) == history
         config = json.loads(server.configs[last.status()["line"]])
         assert (
@@ -197,10 +227,14 @@ def test_offline_logs_are_uploaded_later_and_once(curve):
         server.close()
 
 
-def test_files_that_wandb_sync_did_not_upload_count_as_not_uploaded(material, server, run_root, tmp_path):
+def test_files_that_wandb_sync_did_not_upload_count_as_not_uploaded(
+    material, server, run_root, tmp_path
+):
     "Otherwise metrics.jsonl would supply the steps, but never the histograms."
     run = server.finish(
-        faults.config(material, run_root, tracker="wandb", histogram_every=5, num_epochs=1, save_every=None)
+        faults.config(
+            material, run_root, tracker="wandb", histogram_every=5, num_epochs=1, save_every=None
+        )
     )
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nif sys.orig_argv[2:4] == ['wandb', 'sync']: raise SystemExit('no core could be started')"
@@ -209,11 +243,16 @@ def test_files_that_wandb_sync_did_not_upload_count_as_not_uploaded(material, se
     try:
         environment = {**os.environ, **taking.environment}
         done = subprocess.run(
-            command, env={**environment, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=400
+            command,
+            env={**environment, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=400,
         )
         assert (
             done.returncode == 1
-            and f"has 0 of {run.status()['step']} steps: SystemExit: no core could be started" in done.stderr
+            and f"has 0 of {run.status()['step']} steps: SystemExit: no core could be started"
+            in done.stderr
         ), done.stderr
         assert not list(run.path.glob("wandb/*/*.synced"))
         assert sync(run, taking)[0].startswith("offline-run")
@@ -225,13 +264,19 @@ def test_files_that_wandb_sync_did_not_upload_count_as_not_uploaded(material, se
 
 
 def test_a_rejected_key_is_reported_and_nothing_counts_as_uploaded(material, server, run_root):
-    run = server.finish(faults.config(material, run_root, tracker="wandb", num_epochs=1, save_every=None))
+    run = server.finish(
+        faults.config(material, run_root, tracker="wandb", num_epochs=1, save_every=None)
+    )
     refusing = WandbServer()
     refusing.refuse = True
     try:
         command = [BIN / "multigpu-ft", "sync", str(run.path)]
         done = subprocess.run(
-            command, env={**os.environ, **refusing.environment}, capture_output=True, text=True, timeout=120
+            command,
+            env={**os.environ, **refusing.environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert (
             done.returncode == 1
@@ -257,7 +302,9 @@ def test_the_curve_is_kept_with_the_run(curve, tmp_path):
 
 
 def test_an_experiment_on_an_older_checkpoint_is_a_curve_of_its_own(material, server, run_root):
-    cfg = faults.config(material, run_root, tracker="tensorboard", num_epochs=1, keep=9, save_every=6)
+    cfg = faults.config(
+        material, run_root, tracker="tensorboard", num_epochs=1, keep=9, save_every=6
+    )
     first = server.finish(cfg)
     other = server.finish(cfg.replace(learning_rate=1e-4, resume_file=first.checkpoints()[0].name))
     lines = [run.status()["line"] for run in (first, other)]
@@ -274,7 +321,9 @@ def test_an_experiment_on_an_older_checkpoint_is_a_curve_of_its_own(material, se
 def test_online_curves_survive_slices_and_the_death_of_wandb(material, server, run_root):
     wandb = WandbServer()
     try:
-        cfg = faults.config(material, run_root, tracker="wandb", num_epochs=2, save_every=None, end_idx=24)
+        cfg = faults.config(
+            material, run_root, tracker="wandb", num_epochs=2, save_every=None, end_idx=24
+        )
         first = server.finish(cfg, **wandb.environment)
         line = first.status()["line"]
         assert not first.status().get("remarks")
@@ -285,7 +334,11 @@ def test_online_curves_survive_slices_and_the_death_of_wandb(material, server, r
         until(lambda: len(second.metrics()) > 5 and cores(), 60, "W&B's process")
         os.kill(cores()[0], signal.SIGKILL)
         faults.wait_for_end(second, agent)
-        assert second.status()["state"] == "done" and len(second.metrics()) == 360 and second.status()["line"] == line
+        assert (
+            second.status()["state"] == "done"
+            and len(second.metrics()) == 360
+            and second.status()["line"] == line
+        )
         assert "multigpu-ft sync" in second.status()["remarks"][0], second.status()
         records = earlier_metrics(second, 10**9)
         assert len(wandb.history(line)) < len(records)
@@ -304,7 +357,10 @@ def test_a_server_that_never_answers_delays_no_run(material, server, run_root):
         begun = time.monotonic()
         run = server.finish(cfg, **silent.environment)
         took = time.monotonic() - begun
-        assert run.status()["state"] == "done" and "does not answer within 3 s" in run.status()["remarks"][0]
+        assert (
+            run.status()["state"] == "done"
+            and "does not answer within 3 s" in run.status()["remarks"][0]
+        )
         assert steps_in_wandb(run) == [m["step"] for m in run.metrics()] and took < 30
     finally:
         silent.close()
@@ -316,17 +372,17 @@ def test_a_run_without_a_network_is_logged_offline(tmp_path):
     if allowed.returncode:
         pytest.skip(f"needs the right to unshare: {allowed.stderr.decode()}")
     (tmp_path / "x.jsonl").write_text(
-        "".join(json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(100))
+        "".join(
+            json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(100)
+        )
     )
-    up = (
-        "import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sH14x', b'lo', 0x41))"
-    )
-    train = (
-        f"{BIN}/multigpu-ft train --dataset x.jsonl --tracker wandb,tensorboard --batch-size 8 --run-root runs --json"
-    )
+    up = "import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sH14x', b'lo', 0x41))"
+    train = f"{BIN}/multigpu-ft train --dataset x.jsonl --tracker wandb,tensorboard --batch-size 8 --run-root runs --json"
     environment = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_BASE_URL": "https://api.wandb.ai"}
     command = ["unshare", "-rn", "sh", "-c", f'{sys.executable} -c "{up}" && {train}']
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     run = RunDir(json.loads(done.stdout)["run"])
     assert "api.wandb.ai does not answer" in run.status()["remarks"][0]
@@ -340,7 +396,8 @@ def test_a_missing_package_is_reported_before_anything_is_loaded(monkeypatch, ma
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(
-        ConfigError, match=r'wandb and tensorboard, which is not installed: pip install "multigpu_ft\[tracking\]"'
+        ConfigError,
+        match=r'wandb and tensorboard, which is not installed: pip install "multigpu_ft\[tracking\]"',
     ):
         check_trackers(RunConfig(tracker="wandb,tensorboard"))
     check_trackers(RunConfig())
@@ -349,7 +406,10 @@ def test_a_missing_package_is_reported_before_anything_is_loaded(monkeypatch, ma
 def test_a_full_disk_ends_no_run_and_loses_no_point(tmp_path):
     "RLIMIT_FSIZE makes a write fail half-way, as a full disk does."
     board = TensorBoard(tmp_path, 0, {}, list)
-    before, size = resource.getrlimit(resource.RLIMIT_FSIZE), next(tmp_path.iterdir()).stat().st_size
+    before, size = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        next(tmp_path.iterdir()).stat().st_size,
+    )
     for step in range(1, 11):
         limited = 3 <= step <= 7
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 200 if limited else before[0], before[1]))
@@ -358,7 +418,9 @@ def test_a_full_disk_ends_no_run_and_loses_no_point(tmp_path):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     read = EventAccumulator(str(tmp_path), EVERYTHING).Reload()
-    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(s, s / 2) for s in range(1, 11)]
+    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [
+        (s, s / 2) for s in range(1, 11)
+    ]
 
 
 # -- histograms -----------------------------------------------------------------------------------------------------
@@ -384,10 +446,14 @@ def counted_on_each_rank(strategy_name):
         dist.init_process_group("gloo", rank=rank, world_size=size)
     cfg = RunConfig(strategy=strategy_name)
     strategy, _ = make_strategy(cfg, World(rank, rank, size, torch.device("cpu")), 0)
-    strategy.prepare(LossModel(load_model(cfg, load_tokenizer(cfg))), lambda model: make_optimizer(cfg, model))
+    strategy.prepare(
+        LossModel(load_model(cfg, load_tokenizer(cfg))), lambda model: make_optimizer(cfg, model)
+    )
     batch = collate([[Text(np.arange(12 + rank))], [Text(np.arange(30, 42 + rank))]], 0, "bucketed")
     with strategy.accumulate(last=True):
-        strategy.backward(strategy.forward(**{k: torch.from_numpy(v) for k, v in batch.items()}, scale=1 / 22)[0])
+        strategy.backward(
+            strategy.forward(**{k: torch.from_numpy(v) for k, v in batch.items()}, scale=1 / 22)[0]
+        )
     strategy.clip_grad_norm(0.5)
     calls, reduce = [], dist.all_reduce
     dist.all_reduce = lambda *a, **k: (calls.append(1), reduce(*a, **k))[1]
@@ -396,7 +462,9 @@ def counted_on_each_rank(strategy_name):
     gathered = {}
     for name, p in strategy.unwrap_model().named_parameters():
         for kind, tensor in (("gradients", p.grad), ("parameters", p.detach())):
-            gathered[f"{kind}/{name}"] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).numpy()
+            gathered[f"{kind}/{name}"] = (
+                tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            ).numpy()
     if rank:
         assert not found
         return None
@@ -404,11 +472,16 @@ def counted_on_each_rank(strategy_name):
     wrong = [
         n
         for n, h in found.items()
-        if (np.histogram(gathered[n], bins=h.edges)[0] != h.counts).any() or h.counts.sum() != gathered[n].size
+        if (np.histogram(gathered[n], bins=h.edges)[0] != h.counts).any()
+        or h.counts.sum() != gathered[n].size
     ]
-    extremes = all(h.edges[0] <= gathered[n].min() and gathered[n].max() <= h.edges[-1] for n, h in found.items())
+    extremes = all(
+        h.edges[0] <= gathered[n].min() and gathered[n].max() <= h.edges[-1]
+        for n, h in found.items()
+    )
     sums = max(
-        abs(h.sum - gathered[n].sum(dtype=float)) + abs(h.squares - np.square(gathered[n], dtype=float).sum())
+        abs(h.sum - gathered[n].sum(dtype=float))
+        + abs(h.squares - np.square(gathered[n], dtype=float).sum())
         for n, h in found.items()
     )
     parameters = {n: h.counts.tolist() for n, h in found.items() if n.startswith("parameters/")}
@@ -430,7 +503,10 @@ def test_counts_equal_numpys_however_tensors_are_spread(tmp_path):
         for name, nproc in (("single", 1), ("ddp", 2), ("fsdp", 2))
     }
     for name, result in found.items():
-        assert result["wrong"] == [] and result["extremes"] and result["sums"] < 1e-6, (name, result)
+        assert result["wrong"] == [] and result["extremes"] and result["sums"] < 1e-6, (
+            name,
+            result,
+        )
         assert result["parameters"] == found["single"]["parameters"]
         assert result["collectives"] == (2 if name == "fsdp" else 0)
 
@@ -454,5 +530,7 @@ def test_the_environment_supplies_names(monkeypatch):
 )
 def test_importing_the_package_imports_no_tracker(statement):
     heavy = {"wandb", "tensorboard", "tensorflow", "torch"}
-    code = f"import sys; {statement}; loaded = set(sys.modules) & {heavy}; assert not loaded, loaded"
+    code = (
+        f"import sys; {statement}; loaded = set(sys.modules) & {heavy}; assert not loaded, loaded"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)

@@ -38,7 +38,13 @@ def weights(checkpoint):
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def stopped_early(request, server, material, tmp_path_factory):
     cfg = faults.config(
-        material, tmp_path_factory.mktemp("early"), strategy=request.param, patience=3, keep=1, run_name="first", **HALF
+        material,
+        tmp_path_factory.mktemp("early"),
+        strategy=request.param,
+        patience=3,
+        keep=1,
+        run_name="first",
+        **HALF,
     )
     return server.finish(cfg)
 
@@ -47,10 +53,20 @@ def test_a_run_stops_after_patience_and_keeps_the_best_checkpoint(stopped_early)
     losses, status = evaluated(stopped_early), stopped_early.status()
     best = min(losses, key=losses.get)
     after = [step for step in losses if step > best]
-    assert status["state"] == "done" and len(after) == 3 and status["step"] == after[-1] < status["total_steps"]
-    assert status["best"]["step"] == best and status["best"]["loss"] == losses[best] == status["eval_after"]["loss"]
+    assert (
+        status["state"] == "done"
+        and len(after) == 3
+        and status["step"] == after[-1] < status["total_steps"]
+    )
+    assert (
+        status["best"]["step"] == best
+        and status["best"]["loss"] == losses[best] == status["eval_after"]["loss"]
+    )
     # keep=1 keeps the newest, and the best beside it
-    assert [c.name for c in stopped_early.checkpoints()] == [status["best"]["checkpoint"], status["checkpoint"]]
+    assert [c.name for c in stopped_early.checkpoints()] == [
+        status["best"]["checkpoint"],
+        status["checkpoint"],
+    ]
     assert any("3 evaluation(s) in a row" in remark for remark in status["remarks"])
 
 
@@ -78,9 +94,13 @@ def test_a_second_start_has_nothing_left_to_train(stopped_early, server):
     again = server.finish(stopped_early.config().replace(run_name="again"))
     status = again.status()
     assert (
-        status["state"] == "done" and again.metrics() == [] and "was stopped early, by patience=3" in status["message"]
+        status["state"] == "done"
+        and again.metrics() == []
+        and "was stopped early, by patience=3" in status["message"]
     )
-    assert status["exported_checkpoint"] == stopped_early.status()["best"]["checkpoint"], "even if another run saved it"
+    assert status["exported_checkpoint"] == stopped_early.status()["best"]["checkpoint"], (
+        "even if another run saved it"
+    )
 
 
 def test_a_resumed_run_stops_where_it_would_have_stopped(stopped_early, server, tmp_path):
@@ -94,7 +114,10 @@ def test_a_resumed_run_stops_where_it_would_have_stopped(stopped_early, server, 
         **evaluated(stopped_early),
         first.status()["step"]: evaluated(first)[first.status()["step"]],
     }
-    assert (second.status()["best"], second.status()["eval_after"]) == (whole["best"], whole["eval_after"])
+    assert (second.status()["best"], second.status()["eval_after"]) == (
+        whole["best"],
+        whole["eval_after"],
+    )
     assert second.status()["exported_checkpoint"] == whole["exported_checkpoint"]
 
 
@@ -107,7 +130,9 @@ def test_keep_best_without_room_for_two_checkpoints_is_refused(server, material,
 
 def test_the_best_checkpoint_may_be_the_last(server, material, run_root):
     run_dir = server.finish(
-        faults.config(material, run_root, keep_best=True, **{**HALF, "learning_rate": 1e-4, "num_epochs": 1})
+        faults.config(
+            material, run_root, keep_best=True, **{**HALF, "learning_rate": 1e-4, "num_epochs": 1}
+        )
     )
     status = run_dir.status()
     assert (

@@ -49,7 +49,9 @@ def ranks(request, tmp_path_factory):
     return json.loads(report.read_text())
 
 
-@pytest.mark.parametrize("name", [name if name == "llama" else slow(name) for name in ARCHITECTURES])
+@pytest.mark.parametrize(
+    "name", [name if name == "llama" else slow(name) for name in ARCHITECTURES]
+)
 def test_one_curve_for_all_ways_to_share_a_step(ranks, name):
     """20 steps of 8 rows: loss and gradient norm within 1e-5 of one process's. OPT's ReLU has a kink: an activation that rounding moves across it switches
     its gradient on or off, so there the norm is held to 5e-4, and the same model with a smooth activation to 1e-5."""
@@ -65,7 +67,10 @@ def test_a_rank_without_a_single_target_changes_nothing(ranks):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_text_has_the_same_losses_in_any_company(ranks, name):
-    assert set(ranks["texts"][name]) == {"packed", "bucketed", "padded"} and max(ranks["texts"][name].values()) < 1e-5
+    assert (
+        set(ranks["texts"][name]) == {"packed", "bucketed", "padded"}
+        and max(ranks["texts"][name].values()) < 1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,15 +105,24 @@ def test_zero_halves_what_it_says_on_two_ranks(ranks):
     assert bytes_of["ddp"] == {"parameters": 4, "fp32 copies": 0, "gradients": 4, "moments": 8}
     for strategy in ("zero1", "zero2", "zero3"):
         kept = bytes_of[strategy]
-        assert kept["moments"] == pytest.approx(4, rel=0.01) and kept["fp32 copies"] == pytest.approx(2, rel=0.01), (
+        assert kept["moments"] == pytest.approx(4, rel=0.01) and kept[
+            "fp32 copies"
+        ] == pytest.approx(2, rel=0.01), (
             strategy,
             kept,
         )
-        assert kept["gradients"] >= 4 if strategy == "zero1" else kept["gradients"] == pytest.approx(2, rel=0.05), (
+        assert (
+            kept["gradients"] >= 4
+            if strategy == "zero1"
+            else kept["gradients"] == pytest.approx(2, rel=0.05)
+        ), (
             strategy,
             kept,
         )
-        assert kept["parameters"] == (pytest.approx(2, rel=0.05) if strategy == "zero3" else 4), (strategy, kept)
+        assert kept["parameters"] == (pytest.approx(2, rel=0.05) if strategy == "zero3" else 4), (
+            strategy,
+            kept,
+        )
 
 
 def deaf(forward):
@@ -162,11 +176,17 @@ def test_the_self_check_catches(name, fault, caught):
         with torch.no_grad():
             return wrapped(**{k: torch.from_numpy(v) for k, v in batch.items()})[1]
 
-    exact = self_check(losses_of, sorted((texts[i] for i in range(8)), key=len)[-2:], 1, torch.float32, 64)
+    exact = self_check(
+        losses_of, sorted((texts[i] for i in range(8)), key=len)[-2:], 1, torch.float32, 64
+    )
     assert {way for way, fine in exact.items() if not fine} == caught
-    packing, why = choose_packing(RunConfig(packing="packed", max_length=64), exact, texts, model, 1)
+    packing, why = choose_packing(
+        RunConfig(packing="packed", max_length=64), exact, texts, model, 1
+    )
     assert (
-        (packing == "bucketed" and "texts would see each other" in why) if "packed" in caught else packing == "packed"
+        (packing == "bucketed" and "texts would see each other" in why)
+        if "packed" in caught
+        else packing == "packed"
     )
 
 
@@ -190,8 +210,13 @@ if os.environ.get('RANK') == '1':
 @pytest.mark.parametrize(
     "end_idx, reason",
     [
-        slow(400, "the gradient was not finite for 25 steps in a row, up to step"),  # within an epoch
-        (80, r"not finite \(NaN or infinity\) at step 20, so no checkpoint was saved"),  # at its end
+        slow(
+            400, "the gradient was not finite for 25 steps in a row, up to step"
+        ),  # within an epoch
+        (
+            80,
+            r"not finite \(NaN or infinity\) at step 20, so no checkpoint was saved",
+        ),  # at its end
     ],
 )
 def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_good_checkpoint(
@@ -201,48 +226,76 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_good_checkpoi
     folder = tmp_path / "fault"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(NAN.replace("STEPS", str(end_idx // 8 + 3)))
-    cfg = RunConfig(run_root=str(run_root), strategy="ddp", packing="padded", end_idx=end_idx, num_epochs=20)
+    cfg = RunConfig(
+        run_root=str(run_root), strategy="ddp", packing="padded", end_idx=end_idx, num_epochs=20
+    )
     monkeypatch.setenv("PYTHONPATH", str(folder))
     with pytest.raises(RuntimeError, match=reason):
         launch(cfg)
     monkeypatch.delenv("PYTHONPATH")
     checkpoint = find_checkpoints(cfg)[0]
     verify_checkpoint(checkpoint)
-    metrics = [json.loads(line) for line in next(run_root.glob("*/metrics.jsonl")).read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in next(run_root.glob("*/metrics.jsonl")).read_text().splitlines()
+    ]
     assert checkpoint.name.endswith("epoch-1") and metrics[-1]["loss"] is None
     assert 0 < metrics[-1]["skipped_steps"] == sum(m["loss"] is None for m in metrics) <= 25
     assert metrics[-1]["step"] < 3 * (end_idx // 8), (
         "training goes on while a checkpoint is written, not beyond the next one"
     )
     again = train(cfg.replace(max_steps=3))
-    assert again.status["resumed_from"].endswith(checkpoint.name) and all(m["loss"] for m in again.metrics)
+    assert again.status["resumed_from"].endswith(checkpoint.name) and all(
+        m["loss"] for m in again.metrics
+    )
 
 
 @pytest.mark.parametrize(
     "setting, recomputed", [("none", []), slow("full", [0, 1, 2, 3]), (2, [1, 3]), slow("auto", [])]
 )
 def test_activation_checkpointing_changes_no_number(run_root, train, setting, recomputed):
-    run = train(RunConfig(run_root=str(run_root), nproc=1, end_idx=60, activation_checkpointing=setting))
-    assert run.status["checkpointed_blocks"] == {0: "none", 4: "all", 2: "every 2th"}[len(recomputed)]
+    run = train(
+        RunConfig(run_root=str(run_root), nproc=1, end_idx=60, activation_checkpointing=setting)
+    )
+    assert (
+        run.status["checkpointed_blocks"] == {0: "none", 4: "all", 2: "every 2th"}[len(recomputed)]
+    )
     assert abs(run.metrics[-1]["loss"] - 8.2) < 0.3
 
 
 @pytest.mark.slow
 def test_compiled_blocks_draw_the_same_curve(run_root):
-    cfg = RunConfig(run_root=str(run_root), nproc=1, packing="packed", end_idx=200, max_steps=4, resume_file="none")
+    cfg = RunConfig(
+        run_root=str(run_root),
+        nproc=1,
+        packing="packed",
+        end_idx=200,
+        max_steps=4,
+        resume_file="none",
+    )
     plain, compiled = launch(cfg), launch(cfg.replace(compile=True))
-    assert all(abs(a["loss"] - b["loss"]) < 1e-4 for a, b in zip(plain.metrics, compiled.metrics, strict=True))
+    assert all(
+        abs(a["loss"] - b["loss"]) < 1e-4
+        for a, b in zip(plain.metrics, compiled.metrics, strict=True)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy, dtype", [("single", "fp32"), ("ddp", "bf16")])
 def test_8_bit_adam_learns_and_goes_on(run_root, train, strategy, dtype):
     cfg = RunConfig(
-        run_root=str(run_root), strategy=strategy, dtype=dtype, optimizer="adamw_8bit", packing="padded", end_idx=160
+        run_root=str(run_root),
+        strategy=strategy,
+        dtype=dtype,
+        optimizer="adamw_8bit",
+        packing="padded",
+        end_idx=160,
     )
     first = train(cfg.replace(max_steps=10))
     second = train(cfg)
-    assert second.metrics[0]["step"] == 11 and second.metrics[-1]["loss"] < first.metrics[0]["loss"] - 0.5
+    assert (
+        second.metrics[0]["step"] == 11
+        and second.metrics[-1]["loss"] < first.metrics[0]["loss"] - 0.5
+    )
 
 
 def test_8_bit_adam_says_where_it_cannot_go():
@@ -267,11 +320,18 @@ def test_every_kth_block_is_recomputed():
 def test_a_line_of_metrics_tells_where_the_time_went(run_root, train):
     run = train(RunConfig(run_root=str(run_root), strategy="ddp", end_idx=400, log_every=2))
     for line in run.metrics[1:]:
-        phases = sum(line[f"{phase}_s"] for phase in ("data", "forward_backward", "communication", "optimizer"))
+        phases = sum(
+            line[f"{phase}_s"]
+            for phase in ("data", "forward_backward", "communication", "optimizer")
+        )
         assert (
             0.5 * line["step_s"] < phases <= 1.05 * line["step_s"]
             and 0 <= line["padding"] < 0.5
             and line["mfu"] is None
         )
-        assert len(line["peak_memory_gib"]) == 2 and min(line["peak_memory_gib"]) > 0.1 and line["skipped_steps"] == 0
+        assert (
+            len(line["peak_memory_gib"]) == 2
+            and min(line["peak_memory_gib"]) > 0.1
+            and line["skipped_steps"] == 0
+        )
     assert [m["step"] for m in run.metrics][:3] == [1, 2, 4]

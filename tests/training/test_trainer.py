@@ -16,7 +16,9 @@ STEPS = 20
 def assert_same_curve(metrics, reference):
     "Losses within 1e-5; OPT's gradient jumps where rounding moves an activation across the kink of its ReLU (test_exactness.py has smooth ones)."
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 5e-4)):
-        worst = max(abs(a[name] - b[name]) / b[name] for a, b in zip(metrics, reference, strict=True))
+        worst = max(
+            abs(a[name] - b[name]) / b[name] for a, b in zip(metrics, reference, strict=True)
+        )
         assert worst < tolerance, (name, worst)
 
 
@@ -50,7 +52,11 @@ def single(train, tmp_path_factory):
     ids=lambda c: "-".join(str(v) for v in c.values()),
 )
 def test_same_curve_however_the_work_is_shared(single, train, run_root, change):
-    run = train(single.config.replace(**{"run_root": str(run_root), "run_name": None, "nproc": None, **change}))
+    run = train(
+        single.config.replace(
+            **{"run_root": str(run_root), "run_name": None, "nproc": None, **change}
+        )
+    )
     assert run.status["strategy"] == change["strategy"] and len(run.metrics) == STEPS
     assert_same_curve(run.metrics, single.metrics)
 
@@ -60,12 +66,20 @@ def test_same_curve_however_the_work_is_shared(single, train, run_root, change):
 def test_half_precision_stays_close_to_fp32(single, train, run_root, strategy, dtype):
     run = train(
         single.config.replace(
-            run_root=str(run_root), run_name=None, nproc=None, strategy=strategy, batch_size=8, dtype=dtype, max_steps=3
+            run_root=str(run_root),
+            run_name=None,
+            nproc=None,
+            strategy=strategy,
+            batch_size=8,
+            dtype=dtype,
+            max_steps=3,
         )
     )
     taken = run.metrics
     assert run.status["dtype"] == {"bf16": "bfloat16", "fp16": "float16"}[dtype]
-    assert abs(run.metrics[0]["loss"] - single.metrics[0]["loss"]) < 0.02 and taken[-1]["loss"] < 8.4
+    assert (
+        abs(run.metrics[0]["loss"] - single.metrics[0]["loss"]) < 0.02 and taken[-1]["loss"] < 8.4
+    )
 
 
 def test_goes_on_under_another_strategy_and_world_size(single, train, run_root):
@@ -75,18 +89,27 @@ def test_goes_on_under_another_strategy_and_world_size(single, train, run_root):
     whole = train(plain)
     first = train(plain.replace(strategy="ddp", batch_size=8, max_steps=7, resume_file="none"))
     assert first.status["checkpoint"] == f"opt-tiny_0-{16 * STEPS}-step-7"
-    second = train(plain.replace(strategy="fsdp", batch_size=8, resume_file=first.status["checkpoint"]))
+    second = train(
+        plain.replace(strategy="fsdp", batch_size=8, resume_file=first.status["checkpoint"])
+    )
     assert_same_curve(first.metrics + second.metrics, whole.metrics)
     assert second.metrics[-1]["samples_seen"] == 16 * STEPS
 
 
 def test_next_slice_continues_and_a_finished_one_is_not_repeated(train, run_root):
-    cfg = RunConfig(run_root=str(run_root), batch_size=8, packing="padded", end_idx=48, num_epochs=2)
+    cfg = RunConfig(
+        run_root=str(run_root), batch_size=8, packing="padded", end_idx=48, num_epochs=2
+    )
     first = train(cfg)
-    assert [p.name for p in first.dir.checkpoints()] == ["opt-tiny_0-48-epoch-1", "opt-tiny_0-48-epoch-2"]
+    assert [p.name for p in first.dir.checkpoints()] == [
+        "opt-tiny_0-48-epoch-1",
+        "opt-tiny_0-48-epoch-2",
+    ]
     second = train(cfg.replace(start_idx=48, end_idx=80, num_epochs=1))
     assert second.status["resumed_from"].endswith("opt-tiny_0-48-epoch-2")
-    assert [m["step"] for m in second.metrics] == [7, 8] and second.metrics[-1]["samples_seen"] == 128
+    assert [m["step"] for m in second.metrics] == [7, 8] and second.metrics[-1][
+        "samples_seen"
+    ] == 128
     again = train(cfg.replace(start_idx=48, end_idx=80, num_epochs=1))
     assert again.state == "done" and not again.metrics
     more = train(cfg.replace(start_idx=48, end_idx=80, initial_epoch=2, num_epochs=1))
@@ -113,7 +136,11 @@ def test_export_is_the_trained_model(train, run_root, tmp_path, strategy):
     from multigpu_ft.data.batches import epoch_order
     from multigpu_ft.data.sources import builtin_corpus
 
-    run = train(RunConfig(run_root=str(run_root), strategy=strategy, batch_size=8, packing="padded", end_idx=160))
+    run = train(
+        RunConfig(
+            run_root=str(run_root), strategy=strategy, batch_size=8, packing="padded", end_idx=160
+        )
+    )
     rows = 8 * run.status["world_size"]
     first_rows = epoch_order(160, seed=0, epoch=1)[:rows]
     (tmp_path / "texts.json").write_text(json.dumps([builtin_corpus()[i] for i in first_rows]))
