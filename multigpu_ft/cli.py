@@ -49,35 +49,35 @@ def _take(arguments: list[str], flag: str) -> str | None:
     return None
 
 
-_BESIDE = {  # what a verb takes beside the fields, and tyro does not know of
-    "train": " --node-rank N and --rdzv HOST:PORT are of one machine among several. --force starts what is estimated not to fit.",
-    "estimate": " --gpus COUNT and --gpu-memory-gib T4 (a name, or GiB) are where it would run.",
-    "slices": " --size is --slice-size.",
+# flags that aren't fields, so tyro doesn't know them
+_MORE_FLAGS = {
+    "train": " --node-rank N and --rdzv HOST:PORT are for one machine among several."
+    " --force starts a run although the estimate says it won't fit.",
+    "estimate": " --gpus COUNT and --gpu-memory-gib T4 (a GPU's name, or GiB) describe the machine.",
+    "slices": " --size is short for --slice-size.",
 }
 
 
 def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
-    "The configuration that `arguments` spell out. Raises `ConfigError`; exits with usage for an unknown flag."
+    "Return the configuration that `arguments` give. Raises `ConfigError`; exits with usage for an unknown flag."
     arguments = list(arguments)
     preset, file = _take(arguments, "--preset"), _take(arguments, "--config")
     if preset is not None and file is not None:
         raise ConfigError(
-            f"--preset {preset} and --config {file} are both a beginning; use one of them."
+            f"--preset {preset} and --config {file} both set the defaults; use only one of them."
         )
-    default = (
-        RunConfig.preset(preset)
-        if preset is not None
-        else _read_config(file)
-        if file is not None
-        else RunConfig()
-    )
+    if preset is not None:
+        default = RunConfig.preset(preset)
+    elif file is not None:
+        default = _read_config(file)
+    else:
+        default = RunConfig()
     if model := _take(list(arguments), "--model"):
-        default = default.replace(
-            model=model
-        )  # the default learning rate is the model's, and tyro passes on the default's
+        # the default learning rate depends on the model, and tyro passes on that of `default`
+        default = default.replace(model=model)
     description = (
-        "Fine-tune a model. --preset NAME starts from a preset, --config FILE from the settings in a JSON file."
-        + _BESIDE[verb]
+        "Fine-tune a model. --preset NAME starts from a preset,"
+        f" --config FILE from the settings in a JSON file.{_MORE_FLAGS[verb]}"
     )
     return tyro.cli(
         RunConfig,
@@ -89,7 +89,7 @@ def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
 
 
 def _refuse_secrets(arguments: list[str]) -> None:
-    "tyro would print an unknown flag with its value; a token must not be printed."
+    "Raise `ConfigError` for a token among the flags: tyro prints an unknown flag with its value."
     for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if flag.startswith("-"):
             name, _, value = flag.lstrip("-").replace("-", "_").partition("=")
@@ -97,23 +97,16 @@ def _refuse_secrets(arguments: list[str]) -> None:
 
 
 def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
-    force, node_rank, rdzv = (
-        "--force" in arguments,
-        _take(arguments, "--node-rank"),
-        _take(arguments, "--rdzv"),
-    )
+    force = "--force" in arguments
+    node_rank = _take(arguments, "--node-rank")
+    rdzv = _take(arguments, "--rdzv")
     if node_rank is not None and not re.fullmatch("[0-9]{1,9}", node_rank):
         raise ConfigError(f"--node-rank {node_rank!r} is not a node's rank; ranks count from 0.")
     cfg = parse_config([a for a in arguments if a != "--force"])
     run = launch(cfg, force=force, node_rank=node_rank and int(node_rank), rdzv=rdzv)
     status = run.status
-    result = {
-        "run": str(run.dir.path),
-        **{
-            k: status.get(k)
-            for k in ("state", "step", "loss_before", "loss_after", "checkpoint", "export")
-        },
-    }
+    told = ("state", "step", "loss_before", "loss_after", "checkpoint", "export")
+    result = {"run": str(run.dir.path), **{name: status.get(name) for name in told}}
     result["interrupted"] = bool(status.get("interrupted")) or run.dir.was_interrupted()
     if not as_json:
         print(describe(run))
@@ -121,55 +114,59 @@ def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
 
 # %% ../nbs/04_cli.ipynb #070728ea
 def describe(run: Run) -> str:
-    "What came of `run`, in a few lines: state, loss before and after on the texts of its first step, and where its results lie."
-    status, path = run.status, run.dir.path
-    lines = [f"run       {path}  ({run.state})"]
-    unit = "text" if run.config.task == "classification" else "token"
-    if status.get("loss_before") is not None:
-        after = (
-            f" -> {status['loss_after']:.4f} at the end"
-            if status.get("loss_after") is not None
-            else ""
-        )
+    """Return a summary of `run` in a few lines.
+
+    It has the state, the losses before and after on the texts of the first step, and the places of the results.
+    """
+    lines = [f"run       {run.dir.path}  ({run.state})", *_loss_lines(run), *_result_lines(run)]
+    if skipped := run.status.get("skipped_steps"):
+        lines.append(f"skipped   {skipped} steps, whose gradient was not finite")
+    if run.state == "stopped":
+        several = run.config.nnodes > 1
+        command = f"multigpu-ft train {flags(run.config)}"
+        lines.append(f"resume    {'the same command on each node' if several else command}")
+    return "\n".join(lines)
+
+
+def _loss_lines(run: Run) -> list[str]:
+    status = run.status
+    lines = []
+    if (first := status.get("loss_before")) is not None:
+        last = status.get("loss_after")
+        after = f" -> {last:.4f} at the end" if last is not None else ""
+        unit = "text" if run.config.task == "classification" else "token"
         lines.append(
-            f"loss      {status['loss_before']:.4f} at the start{after}  (nats per {unit}, on the texts of the first step)"
+            f"loss      {first:.4f} at the start{after}"
+            f"  (nats per {unit}, on the texts of the first step)"
         )
-    if (path / "report" / "loss.png").exists():
-        lines.append(f"picture   {path / 'report' / 'loss.png'}")
+    picture = run.dir.path / "report" / "loss.png"
+    if picture.exists():
+        lines.append(f"picture   {picture}")
     if (before := status.get("eval_before")) and (after := status.get("eval_after")):
-        scores = [
-            f"{name} {before[name]:.4f} -> {after[name]:.4f}"
-            for name in ("loss", "accuracy", "f1")
-            if name in after
-        ]
+        names = [name for name in ("loss", "accuracy", "f1") if name in after]
+        scores = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names]
         lines.append(f"evaluated {', '.join(scores)}")
     if best := status.get("best"):
-        taken = ", exported" if status.get("exported_checkpoint") else ""
-        lines.append(f"best      evaluation loss {best['loss']:.4f} at step {best['step']}{taken}")
+        exported = ", exported" if status.get("exported_checkpoint") else ""
+        loss, step = best["loss"], best["step"]
+        lines.append(f"best      evaluation loss {loss:.4f} at step {step}{exported}")
+    return lines
+
+
+def _result_lines(run: Run) -> list[str]:
+    status, path = run.status, run.dir.path
+    lines = []
     if run.dir.main.path != path:
         lines.append("results   are in the run's directory on node 0")
-    elif status.get("export"):
-        lines.append(
-            f"{'model' if run.config.tuning == 'full' else 'adapter':9} {status['export']}"
-        )
-    if status.get("merged"):
-        lines.append(f"merged    {status['merged']}")
-    if status.get("pushed_to"):
-        lines.append(f"uploaded  {status['pushed_to']}")
-    if status.get("not_uploaded"):
-        lines.append(
-            f"not there {', '.join(status['not_uploaded'])}; to upload: multigpu-ft sync {path}"
-        )
-    if status.get("skipped_steps"):
-        lines.append(f"skipped   {status['skipped_steps']} steps, whose gradient was not finite")
-    if run.state == "stopped":
-        same = (
-            "the same command on each node"
-            if run.config.nnodes > 1
-            else f"multigpu-ft train {flags(run.config)}"
-        )
-        lines.append(f"go on     {same}")
-    return "\n".join(lines)
+    elif export := status.get("export"):
+        lines.append(f"{'model' if run.config.tuning == 'full' else 'adapter':9} {export}")
+    if merged := status.get("merged"):
+        lines.append(f"merged    {merged}")
+    if uploaded := status.get("pushed_to"):
+        lines.append(f"uploaded  {uploaded}")
+    if missing := status.get("not_uploaded"):
+        lines.append(f"missing   {', '.join(missing)}; to upload: multigpu-ft sync {path}")
+    return lines
 
 
 def _estimate(arguments: list[str], as_json: bool) -> dict[str, Any]:
@@ -195,9 +192,9 @@ def _presets(arguments: list[str], as_json: bool) -> dict[str, Any]:
     tyro.cli(_no_options, args=arguments, prog="multigpu-ft presets")
     if not as_json:
         for name in PRESETS:
-            print(
-                f"{name:16} needs {PRESET_NEEDS[name]}\n{'':16} {RunConfig.preset(name)!r}\n{'':16} multigpu-ft train --preset {name}\n"
-            )
+            print(f"{name:16} needs {PRESET_NEEDS[name]}")
+            print(f"{'':16} {RunConfig.preset(name)!r}")
+            print(f"{'':16} multigpu-ft train --preset {name}\n")
     return {name: {"needs": PRESET_NEEDS[name], **settings} for name, settings in PRESETS.items()}
 
 
@@ -209,8 +206,8 @@ def _find_runs(run_root: str | None = None, last: bool = False) -> Runs:
     """List the runs under a folder, oldest first.
 
     Args:
-        run_root: folder that holds the run directories; empty: where they are by default
-        last: tell more of the newest one only
+        run_root: folder that holds the run directories; empty: the default
+        last: describe only the newest run, in more detail
     """
     found = runs(run_root)
     return Runs(found[-1:]) if last else found
@@ -233,7 +230,7 @@ def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
 
 # %% ../nbs/04_cli.ipynb #cacaaa19
 def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
-    "`function` as its flags are made: what may be text among other things is text."
+    "Return `function` with a signature for flags: a parameter that accepts text among other types is text."
 
     def called(**values: Any) -> Any:
         return function(**values)
@@ -274,10 +271,10 @@ def _generate(arguments: list[str], as_json: bool) -> dict[str, Any]:
 
 # %% ../nbs/04_cli.ipynb #cc9ecd90
 def _which_run(run: tyro.conf.Positional[str]) -> str:
-    """Send what a run could not send while it trained.
+    """Upload what a run couldn't upload while it trained.
 
     Args:
-        run: its directory
+        run: the run's directory
     """
     return run
 
@@ -298,8 +295,8 @@ def _doctor(arguments: list[str], as_json: bool) -> dict[str, Any]:
     return {"ok": checkup.ok, "rows": [vars(row) for row in checkup.rows]}
 
 # %% ../nbs/04_cli.ipynb #9d8c9b69
-# each takes a configuration first, and returns something that can be printed and has a `record()`
-_PLACES = {
+# each takes a configuration first and returns an object that prints and has a `record()`
+_TARGETS = {
     "kubernetes": deploy_kubernetes,
     "sagemaker": deploy_sagemaker,
     "skypilot": deploy_skypilot,
@@ -307,24 +304,26 @@ _PLACES = {
 
 
 def _read_config(path: str | Path) -> RunConfig:
-    "The configuration in a JSON file. Raises `ConfigError` if it cannot be read or holds what is no field of it."
+    "Return the configuration in a JSON file. Raises `ConfigError` if it can't be read or has unknown fields."
     try:
         values = json.loads(Path(path).read_text())
     except OSError as error:
         raise ConfigError(
-            f"config={str(path)!r} cannot be read: {error.strerror}. Name a JSON file with fields of RunConfig, as config.json."
+            f"can't read config={str(path)!r}: {error.strerror}."
+            " Use a JSON file with fields of RunConfig, such as a run's config.json."
         ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"config={str(path)!r} is not valid JSON: {error}.") from None
     if not isinstance(values, dict):
         raise ConfigError(
-            f"config={str(path)!r} holds a {type(values).__name__}, not an object with fields of RunConfig."
+            f"config={str(path)!r}: expected a JSON object with fields of RunConfig,"
+            f" found {type(values).__name__}."
         )
     return RunConfig(**values)
 
 
 def _with_config(function: Callable[..., Any]) -> Callable[..., Any]:
-    "`function`, whose first parameter is a configuration, with the name of a file in its place."
+    "Return `function` with a file's name in the place of its first parameter, a configuration."
 
     def called(config: str | Path, **values: Any) -> Any:
         return function(_read_config(config), **values)
@@ -339,18 +338,16 @@ def _with_config(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _deploy(arguments: list[str], as_json: bool) -> dict[str, Any]:
-    place = arguments[0] if arguments else "nothing"
-    if place in ("-h", "--help"):
-        print(f"usage: multigpu-ft deploy {{{','.join(_PLACES)}}} [--help] [--json] ...")
+    target = arguments[0] if arguments else ""
+    if target in ("-h", "--help"):
+        print(f"usage: multigpu-ft deploy {{{','.join(_TARGETS)}}} [--help] [--json] ...")
         return {}
-    if place not in _PLACES:
-        raise ConfigError(
-            f"deploy takes the place first, and {place!r} is none: {', '.join(_PLACES)}."
-        )
+    if target not in _TARGETS:
+        raise ConfigError(f"unknown deploy target {target!r}; use one of: {', '.join(_TARGETS)}.")
     deployed = tyro.cli(
-        _in_words(_with_config(_PLACES[place])),
+        _in_words(_with_config(_TARGETS[target])),
         args=arguments[1:],
-        prog=f"multigpu-ft deploy {place}",
+        prog=f"multigpu-ft deploy {target}",
     )
     if not as_json:
         print(deployed)
@@ -358,13 +355,13 @@ def _deploy(arguments: list[str], as_json: bool) -> dict[str, Any]:
 
 # %% ../nbs/04_cli.ipynb #8ffd10d1
 def _interrupt(number: int, frame: Any) -> None:
-    "As Ctrl-C: the run saves, and then this process ends."
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one shall not cut the save short
+    "Handle a signal as Ctrl-C: the run saves, then this process ends."
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not cut the save short
     raise Terminated
 
 
 def _exit_code_of_job(error: Exception, node_rank: str | None) -> int:
-    "What a cluster should know of a failure under `--as-job`: trying again does not help, or it was another node that failed, or else."
+    "Return the exit code that tells a cluster, under `--as-job`, whether a retry helps and whether this node failed."
     if isinstance(error, ConfigError):
         return BAD_SETTINGS_EXIT_CODE
     elsewhere = (
@@ -397,14 +394,9 @@ def main() -> None:
         print(f"usage: multigpu-ft {{{','.join(_VERBS)}}} [--help] [--json] ...")
         return
     if verb not in _VERBS:
-        sys.exit(
-            str(
-                ConfigError(
-                    f"multigpu-ft: there is no verb {verb!r}; the verbs are: {', '.join(_VERBS)}."
-                )
-            )
-        )
-    as_json, as_job = "--json" in arguments, "--as-job" in arguments
+        sys.exit(f"multigpu-ft: unknown verb {verb!r}; use one of: {', '.join(_VERBS)}.")
+    as_json = "--json" in arguments
+    as_job = "--as-job" in arguments
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         _refuse_secrets(arguments)
@@ -414,20 +406,23 @@ def main() -> None:
     except Terminated:  # before there was anything to stop
         sys.exit(STOPPED_EXIT_CODE)
     except (ValueError, RunFailed) as error:
-        said, code = (
-            f"multigpu-ft {verb}: {type(error).__name__}: {error}",
-            _exit_code_of_job(error, _take(list(arguments), "--node-rank")) if as_job else 1,
-        )
-        if code != 1:
-            print(said, file=sys.stderr)
-        sys.exit(said if code == 1 else code)
+        message = f"multigpu-ft {verb}: {type(error).__name__}: {error}"
+        node_rank = _take(list(arguments), "--node-rank")
+        code = _exit_code_of_job(error, node_rank) if as_job else 1
+        if code == 1:
+            sys.exit(message)
+        print(message, file=sys.stderr)
+        sys.exit(code)
     if as_json:
         print(json.dumps(result))
-    if (
-        isinstance(result, dict)
-        and result.get("state") == "stopped"
-        and not (as_job and not result.get("interrupted"))
-    ):
+    if isinstance(result, dict):
+        _exit_unless_done(result, as_job)
+
+
+def _exit_unless_done(result: dict[str, Any], as_job: bool) -> None:
+    # for a cluster, a run that stopped at its own limit is done: only an interrupted one is retried
+    stopped = result.get("state") == "stopped"
+    if stopped and (result.get("interrupted") or not as_job):
         sys.exit(STOPPED_EXIT_CODE)
-    if isinstance(result, dict) and not result.get("ok", True):
+    if not result.get("ok", True):
         sys.exit(1)

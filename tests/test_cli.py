@@ -31,7 +31,7 @@ def test_failures_end_non_zero_with_one_message(tmp_path):
         (("train", "--batch-size", "0"), "batch_size"),
         (("train", "--strat-idx", "0"), "strat-idx"),
         (("train", "--hf-token", "abc"), "'hf_token' looks like a secret"),
-        (("fly",), "there is no verb 'fly'; the verbs are: train"),
+        (("fly",), "unknown verb 'fly'; use one of: train"),
     ):
         done = multigpu_ft(*arguments, cwd=tmp_path)
         assert (

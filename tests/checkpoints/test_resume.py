@@ -350,11 +350,11 @@ def test_max_hours_stops_in_time_saves_and_says_so(material, run_root, slow_step
     assert run.state == "stopped" and saved_what_it_did(run)
     assert (
         "beyond max_hours=0.014; it stops and saves after about step" in done.stderr
-        and "go on     multigpu-ft train --run-root" in done.stdout
+        and "resume    multigpu-ft train --run-root" in done.stdout
     )
     again = [
         BIN / "multigpu-ft",
-        *done.stdout[done.stdout.index("go on     multigpu-ft ") + 22 :].split(),
+        *done.stdout[done.stdout.index("resume    multigpu-ft ") + 22 :].split(),
         "--max-hours",
         "1",
         "--max-steps",

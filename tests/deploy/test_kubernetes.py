@@ -793,7 +793,7 @@ def test_the_command_deploy(api, tmp_path):
         and "Traceback" not in done.stderr
     )
     assert (
-        "deploy takes the place first, and 'mars' is none: kubernetes"
+        "unknown deploy target 'mars'; use one of: kubernetes"
         in multigpu_ft("deploy", "mars", cwd=tmp_path).stderr
     )
 

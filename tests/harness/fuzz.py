@@ -432,7 +432,7 @@ def arguments(rng, folder):
         else []
     )
     if verb == "deploy":
-        words = [mostly(rng, list(cli._PLACES)), "--config", "cfg.json", "--resources", "r.yaml"]
+        words = [mostly(rng, list(cli._TARGETS)), "--config", "cfg.json", "--resources", "r.yaml"]
     elif verb in ("sync", "evaluate", "generate"):
         words = rng.choice([["run"], ["--output", "o.jsonl", "--dataset", "d.jsonl"], []])
     Path("cfg.json").write_bytes(as_json(settings(rng), rng))
@@ -481,7 +481,7 @@ def arguments(rng, folder):
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 mock.patch.multiple(
-                    cli, **stubs, _PLACES={k: instead(v) for k, v in cli._PLACES.items()}
+                    cli, **stubs, _TARGETS={k: instead(v) for k, v in cli._TARGETS.items()}
                 )
             )
             stack.enter_context(mock.patch.object(sys, "argv", ["multigpu-ft", verb, *words]))
@@ -498,7 +498,7 @@ def arguments(rng, folder):
         if end.code in (0, None):
             return
         assert isinstance(end.code, str) or end.code in (2, 78), (end.code, said)
-        if isinstance(end.code, str) and "there is no verb" not in said:
+        if isinstance(end.code, str) and "unknown verb" not in said:
             assert re.match(
                 rf"multigpu-ft {re.escape(verb)}: ({'|'.join(kind.__name__ for kind in TYPED)}): ",
                 said,
