@@ -71,7 +71,7 @@ def test_bandwidth_of_two_processes():
 def test_ranks_that_hang_are_a_row(monkeypatch):
     monkeypatch.setattr(diagnostics, "_ALL_REDUCE_SECONDS", 0.01)
     row = diagnostics._interconnect_row([])
-    assert row.state == "warn" and "not done after 0.01 s" in row.found
+    assert row.state == "warn" and "not finished after 0.01 s" in row.found
 
 
 def test_gpus_without_a_torch_that_can_use_them(monkeypatch, tmp_path):

@@ -29,6 +29,7 @@ from multigpu_ft.deploy.kubernetes_pods import (
     tensorboard_template,
 )
 from .kubernetes_resources import SECRET_NAME, Resources, secret_command
+from ..display.tables import Html, html_table
 from ..distributed.deepspeed_config import read_zero_config
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
@@ -455,19 +456,10 @@ class Manifests:
         return "\n".join([*facts, *files, *(f"! {remark}" for remark in self.remarks), *rows])
 
     def _repr_html_(self) -> str:
-        cell = '<td style="text-align:left;padding:1px 12px 1px 0">'
-        rows = "".join(
-            f"<tr>{cell}{escape(name)}</td>{cell}<code>{escape(value)}</code></td></tr>"
-            for name, value in self._facts()
-        )
-        rows += "".join(
-            f"<tr>{cell}!</td>{cell}{escape(remark)}</td></tr>" for remark in self.remarks
-        )
-        rows += "".join(
-            f"<tr>{cell}{escape(m['kind'])}</td>{cell}{escape(m['metadata']['name'])}</td></tr>"
-            for m in self.manifests
-        )
-        return f"<table>{rows}</table>"
+        facts = [(name, Html(f"<code>{escape(value)}</code>")) for name, value in self._facts()]
+        remarks = [("!", remark) for remark in self.remarks]
+        manifests = [(m["kind"], m["metadata"]["name"]) for m in self.manifests]
+        return html_table([*facts, *remarks, *manifests])
 
 
 def deploy_kubernetes(

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..display.plots import png_bytes
+from ..display.tables import html_table, text_table
 from multigpu_ft.evaluation.comparison import (
     BETTER,
     NO_DIFFERENCE,
@@ -168,17 +169,8 @@ def _about(comparison: Comparison) -> str:
         else f"{said}, {about['targets']:,} of them predicted"
     )
 
-
-def _text_table(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
 # %% ../../nbs/evaluation/06_report.ipynb #01df6be4
 _COLORS = {BETTER: "#2e7d32", WORSE: "#c62828", NO_DIFFERENCE: "#546e7a"}
-_CELL = 'style="text-align:left;padding:3px 12px 3px 0;border-bottom:1px solid rgba(128,128,128,0.35);white-space:nowrap;font-variant-numeric:tabular-nums"'
 _SAMPLE = "white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow:auto;margin:0;font-size:12px;line-height:1.4"
 _MARK = "background:rgba(230,159,0,0.3);color:inherit;border-radius:2px"
 _IMAGE = "max-width:100%;background:#fff;border-radius:6px;padding:6px;box-sizing:border-box"
@@ -197,12 +189,8 @@ def _html(text: str) -> str:
 
 
 def _html_table(rows: list[list[str]]) -> str:
-    lines = [
-        "".join(f"<{tag} {_CELL}>{_html(cell)}</{tag}>" for cell in row)
-        for row, tag in zip(rows, ["th", *["td"] * (len(rows) - 1)], strict=True)
-    ]
-    body = "".join(f'<tr style="background:none">{line}</tr>' for line in lines)
-    return f'<div style="overflow-x:auto"><table style="border-collapse:collapse;border:0;font-size:13px">{body}</table></div>'
+    head, *others = [[_clean(cell) for cell in row] for row in rows]
+    return html_table(others, head, wrap=False)
 
 
 def _wrote(text: str, other: str) -> str:
@@ -299,7 +287,8 @@ class Evaluation:
         "Verdicts, tables and remarks for a terminal."
         lines = [self.compared.headline, *filter(None, [self.compared.forgetting_line])]
         for comparison in self._sets():
-            lines += ["", _about(comparison), _text_table(_cells(self.compared, comparison))]
+            head, *rows = _cells(self.compared, comparison)
+            lines += ["", _about(comparison), text_table(rows, head)]
         return "\n".join(
             [
                 *lines,

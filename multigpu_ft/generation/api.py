@@ -13,13 +13,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..data.sources import count_rows
 from ..display.panel import say
+from ..display.tables import html_table
 from .completions import GenerationJob, load_reward
 from multigpu_ft.generation.fine_tuned import (
     FineTuned,
@@ -111,11 +111,7 @@ class Answers(Sequence[dict[str, Any]]):
         return "\n".join(f"{name:8}  {text}" for name, text in self._lines())
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{escape(text)}</td></tr>'
-            for name, text in self._lines()
-        )
-        return f"<table>{rows}</table>"
+        return html_table(self._lines())
 
 # %% ../../nbs/generation/11_api.ipynb #549e87f9
 def _find_subject(

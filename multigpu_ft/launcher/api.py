@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..checkpoints.manifest import read_progress
 from ..checkpoints.progress import ledger_remarks
 from ..data.sources import count_rows
 from ..display.panel import CellOutput, age, has_viewer, say
+from ..display.tables import html_table, text_table
 from ..distributed.deepspeed_config import with_zero_config
 from ..hub.repository import check_access, find_remote, parse_hub
 from .commands import node_command
@@ -185,22 +185,10 @@ class Runs(list[Run]):
         )
 
     def __repr__(self) -> str:
-        rows = [self._COLUMNS, *self.table()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(self._COLUMNS))]
-        return "\n".join(
-            "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return text_table(self.table(), self._COLUMNS)
 
     def _repr_html_(self) -> str:
-        head = "".join(f'<th style="text-align:left">{name}</th>' for name in self._COLUMNS)
-        body = "".join(
-            "<tr>"
-            + "".join(f'<td style="text-align:left">{escape(word)}</td>' for word in row)
-            + "</tr>"
-            for row in self.table()
-        )
-        return f"<table><tr>{head}</tr>{body}</table>"
+        return html_table(self.table(), self._COLUMNS)
 
 
 def runs(run_root: str | Path | None = None) -> Runs:

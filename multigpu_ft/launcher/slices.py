@@ -18,6 +18,7 @@ from ..checkpoints.manifest import difference, fingerprint
 from ..data.sources import count_rows
 from ..display.panel import LiveLine, progress_line
 from ..display.plots import figures_as_png, loss_figure, save_png
+from ..display.tables import text_table
 from .api import runs
 from .commands import changed_settings, recipe
 from .run import Run
@@ -191,12 +192,8 @@ class Slices:
         ]
 
     def __str__(self) -> str:
-        cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        )
+        head, *rows = self._cells()
+        return text_table(rows, head)
 
     __repr__ = __str__
 

@@ -16,6 +16,7 @@ import psutil
 from ..data.sources import count_rows
 from ..display.panel import say
 from ..display.plots import png_bytes
+from ..display.tables import html_table
 from multigpu_ft.memory.fit import (
     CLOSE,
     DOES_NOT,
@@ -305,11 +306,7 @@ class Estimate:
 
     def _repr_html_(self) -> str:
         mark = {FITS: "✓", CLOSE: "✓", MAY_NOT: "?", DOES_NOT: "✗"}[self.verdict]
-        cell = "text-align:left;padding:1px 12px 1px 0"
-        rows = "".join(
-            f'<tr><td style="{cell}">{escape(name)}</td><td style="{cell};font-variant-numeric:tabular-nums">{escape(value.strip())}</td></tr>'
-            for name, value in self._table()
-        )
+        table = html_table([(name, value.strip()) for name, value in self._table()])
         notes = "".join(f"<div>! {escape(remark)}</div>" for remark in self.remarks)
         if not self.fits:
             said = [str(remedy).rpartition(": ") for remedy in self.remedies[:5]]
@@ -327,7 +324,7 @@ class Estimate:
         return (
             f"<div><b>{mark} {escape(self.line)}</b><br>{escape(self._said())}</div>"
             f'<img alt="{escape(self.line, quote=True)}" src="data:image/png;base64,{picture}" style="max-width:100%">'
-            f"<table>{rows}</table>{notes}<details><summary>Assumed</summary><ul>{assumed}</ul></details>"
+            f"{table}{notes}<details><summary>Assumed</summary><ul>{assumed}</ul></details>"
         )
 
     def plot(self) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..display.plots import png_bytes
+from ..display.tables import html_table
 from .fit import simulations
 from ..run.config import RunConfig
 from ..run.environment import GPU, find_gpu
@@ -288,23 +289,14 @@ class Communication:
         return f"Communication({Path(self.config.model).name}: {'; '.join(self.lines)})"
 
     def _repr_html_(self) -> str:
-        rows, cell = (
-            self.table(),
-            "text-align:right;padding:1px 10px 1px 0;font-variant-numeric:tabular-nums",
-        )
-        head = "".join(f'<th style="{cell}">{escape(name)}</th>' for name in rows[0])
-        body = "".join(
-            "<tr>"
-            + "".join(f'<td style="{cell}">{escape(str(value))}</td>' for value in row.values())
-            + "</tr>"
-            for row in rows
-        )
+        rows = self.table()
+        table = html_table([list(row.values()) for row in rows], list(rows[0]), align="right")
         picture = base64.b64encode(png_bytes(self.plot())).decode()
         said = "".join(f"<li>{escape(line)}</li>" for line in self.lines)
         return (
             f"<div><b>{escape(Path(self.config.model).name)}</b>: {escape(self.assumptions)}</div><ul>{said}</ul>"
             f'<img alt="{escape("; ".join(self.lines), quote=True)}" src="data:image/png;base64,{picture}" style="max-width:100%">'
-            f"<details><summary>Table</summary><table><tr>{head}</tr>{body}</table></details>"
+            f"<details><summary>Table</summary>{table}</details>"
         )
 
     def plot(self) -> Any:

@@ -526,7 +526,7 @@ def test_files_and_back(tmp_path):
     assert (
         "opt-lora" in repr(first)
         and "not sent" in repr(first)
-        and "<table>" in first._repr_html_()
+        and "<table" in first._repr_html_()
         and "$(JOB_COMPLETION_INDEX)" in first._repr_html_()
     )
     (tmp_path / "k8s" / "20-mine.yaml").write_text("kind: ConfigMap\n")
