@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ from ..run.secrets import hide_secrets, use_secrets
 from ..tracking.histograms import histograms
 from ..tracking.metrics import Interval, Stopwatch, RunLog, flops_per_token
 from ..tracking.trackers import Trackers, check_trackers
-from .setup import prepare_model, settle_packing
+from .setup import Prepared, prepare_model, settle_packing
 from .step import learning_rate, train_step
 from .time_budget import TimeBudget
 from .validation import Evaluations, step_loss
@@ -80,50 +80,87 @@ def _has_dropout(cfg: RunConfig, model: nn.Module) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class _Start:
+    "Where a run begins: the checkpoint it resumes from, if any, and what is known of it."
+
+    checkpoint: Path | None
+    again: bool  # this run made the checkpoint itself
+    stored: dict[str, Any]
+    remarks: list[str]
+
+    def origin(self, first_step: int) -> dict[str, Any]:
+        "Return the status entries that name the checkpoint of an earlier run."
+        found = self.checkpoint is not None and self.checkpoint.is_dir()
+        return {
+            "resumed_from": str(self.checkpoint) if self.checkpoint else None,
+            "resumed_saved_at": saved_at(self.checkpoint) if found else None,
+            "first_step": first_step,
+        }
+
+
 class Training:
     "One rank's part of a run: what it holds, and the loop over epochs and steps."
 
     def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
-        self.run_dir, self.node_dir, self.stop = (
-            run_dir,
-            run_dir.of_node(torchrun_number("GROUP_RANK")),
-            stop,
-        )
+        self.run_dir = run_dir
+        self.node_dir = run_dir.of_node(torchrun_number("GROUP_RANK"))
+        self.stop = stop
         self.cfg = self.node_dir.config()
+        access, eval_texts = self._load_material()
+        self._join()
+        start = self._choose_start()
+        prepared = self._prepare_model(start.checkpoint)
+        saved = self._resume(start.checkpoint)
+        self.disks.let_go(start.checkpoint)
+        packing, order = self._plan_run(prepared, saved)
+        trained = saved.trained() if saved else prepared.trained
+        ledger = ledger_remarks(trained, self.slice.start_idx, self.slice.end_idx)
+        for remark in [*access, *start.remarks, *ledger]:
+            self.tracker.remark(remark)
+        self._remark_on_batch(order)
+        self._open_outputs(start, eval_texts)
+        self._report_start(start, prepared.about, packing)
+
+    def _load_material(self) -> tuple[list[str], TokenizedTexts | None]:
+        "Load tokenizer, labels and texts. Returns remarks on the Hub, and the texts to evaluate on."
         use_secrets()
         check_trackers(self.cfg)
         access = check_access(self.cfg) if torchrun_number("RANK") == 0 else []
         names = find_label_names(self.cfg) if self.cfg.task == "classification" else None
         if torchrun_number("RANK") == 0:
-            find_checkpoints(self.cfg, run_dir)  # a wrong name is told before the model is loaded
+            # raises for a wrong name before the model is loaded
+            find_checkpoints(self.cfg, self.run_dir)
         self.tokenizer = load_tokenizer(self.cfg)
         self.label_names = order_labels(names, self.cfg, self.tokenizer) if names else None
         self.slice: Texts = load_texts(self.cfg, self.label_names)
         self.texts: TokenizedTexts = tokenize(self.cfg, self.slice, self.tokenizer)
         evaluation = evaluation_config(self.cfg)
-        eval_texts = (
-            tokenize(evaluation, load_texts(evaluation, self.label_names), self.tokenizer)
-            if evaluation
-            else None
-        )
+        if not evaluation:
+            return access, None
+        eval_slice = load_texts(evaluation, self.label_names)
+        return access, tokenize(evaluation, eval_slice, self.tokenizer)
+
+    def _join(self) -> None:
+        "Join the other ranks, and begin the heartbeat and the log of this one. A collective."
         self.world: World = join_world(self.cfg)
         self.beat = Heartbeat(self.node_dir.beat_file(self.world.rank))
         self.beat(IDLE)
         if self.world.local_rank == 0:
-            begin_anew(
-                self.node_dir
-            )  # as a cluster does that starts it again; under the agent it is one already
+            # an agent has done it already; a cluster that restarts this process has not
+            begin_anew(self.node_dir)
         first = self.world.rank - self.world.local_rank
-        pids = [
-            int(pid)
-            for (pid,) in self.world.gather(os.getpid())[first : first + self.world.local_size]
-        ]
+        every_pid = self.world.gather(os.getpid())
+        pids = [int(pid) for (pid,) in every_pid[first : first + self.world.local_size]]
         self.tracker = RunLog(self.node_dir, self.world.local_rank == 0)
         self.tracker.status(
             pids={**self.node_dir.status().get("pids", {}), "ranks": pids},
             host=socket.gethostname(),
         )
 
+    def _choose_start(self) -> _Start:
+        "Choose the checkpoint to resume from, the same on all ranks. A collective."
+        run_dir = self.run_dir
         self.cfg = bring(self.cfg, run_dir, self.world, self.tracker.status, self.tracker.remark)
         stored = {
             **fingerprint(self.cfg),
@@ -132,16 +169,21 @@ class Training:
         }
         refuse_other_texts(self.world, texts=self.texts.digest, tokenizer=stored["tokenizer"])
         self.disks = Storage(run_dir, self.world)
-        # started again, it goes on where it was, whatever it began with
         checkpoint, again, remarks = choose_checkpoint(
             self.cfg, run_dir, self.world, stored, self.disks
         )
         if again and self.cfg.resume_scope == "weights":
+            # a restarted run resumes where it was, whatever it began with
             self.cfg = self.cfg.replace(resume_scope="all")
         if self.cfg.task == "chat" and self.tokenizer.chat_template == PLAIN_CHAT:
             self.tracker.remark(
-                f"the tokenizer of {self.cfg.model} has no chat template, so conversations are written plainly, as in 'user: ...', 'assistant: ...'"
+                f"the tokenizer of {self.cfg.model} has no chat template,"
+                " so conversations are written plainly, as in 'user: ...', 'assistant: ...'"
             )
+        return _Start(checkpoint, again, stored, remarks)
+
+    def _prepare_model(self, checkpoint: Path | None) -> Prepared:
+        "Load the model and set up its strategy, quantization and stopwatch. A collective."
         prepared = prepare_model(
             self.cfg,
             self.world,
@@ -149,30 +191,24 @@ class Training:
             self.label_names,
             checkpoint,
             self.tracker.remark,
-            self.world.from_main(run_dir.plan()),
+            self.world.from_main(self.run_dir.plan()),
         )
-        self.strategy, self.quantization, about = (
-            prepared.strategy,
-            prepared.quantization,
-            prepared.about,
-        )
+        self.strategy = prepared.strategy
+        self.quantization = prepared.quantization
         self.watch = Stopwatch(self.world.device, self.beat)
         if self.world.size > 1:
-            self.strategy.unwrap_model().get_input_embeddings().register_forward_hook(
-                self._await_last_gradient
-            )
-        saved = self._resume(checkpoint)
-        self.disks.let_go(checkpoint)
-        begun = (
-            saved.order["packing"]
-            if saved
-            and saved.is_of(self.cfg, self.slice.end_idx)
-            and self.cfg.resume_scope == "all"
-            else None
-        )
-        packing, about["packing_reason"], about["chunked_loss"] = settle_packing(
-            self.cfg, self.strategy, self.texts, begun
-        )
+            embeddings = self.strategy.unwrap_model().get_input_embeddings()
+            embeddings.register_forward_hook(self._await_last_gradient)
+        return prepared
+
+    def _plan_run(self, prepared: Prepared, saved: Progress | None) -> tuple[str, SampleOrder]:
+        "Settle packing, order of the samples and progress. Returns the packing and order of `cfg` alone."
+        begun = None
+        if saved and saved.is_of(self.cfg, self.slice.end_idx) and self.cfg.resume_scope == "all":
+            begun = saved.order["packing"]
+        packing, reason, chunked = settle_packing(self.cfg, self.strategy, self.texts, begun)
+        prepared.about["packing_reason"] = reason
+        prepared.about["chunked_loss"] = chunked
         order = SampleOrder.of(
             self.cfg, packing, len(self.texts), self.world.size, self.texts.digest
         )
@@ -187,31 +223,32 @@ class Training:
             self.progress = next_progress(saved, self.cfg, self.slice.end_idx, order)
         self.order = SampleOrder(**self.progress.order)
         self.tracker.rewind(self.progress.step)
-        for remark in [
-            *access,
-            *remarks,
-            *ledger_remarks(
-                saved.trained() if saved else prepared.trained,
-                self.slice.start_idx,
-                self.slice.end_idx,
-            ),
-        ]:
-            self.tracker.remark(remark)
-        if self.order.rows_a_step != order.rows_a_step:
+        return packing, order
+
+    def _remark_on_batch(self, order: SampleOrder) -> None:
+        "Tell that the global batch stays as the slice began, if `order` has another one."
+        rows, size = self.order.rows_a_step, self.world.size
+        if rows != order.rows_a_step:
+            accum_steps = -(-rows // (self.cfg.batch_size * size))
             self.tracker.remark(
-                f"the global batch stays {self.order.rows_a_step} rows, as the slice began; batch_size × accum_steps × {self.world.size} process(es) would be "
-                f"{order.rows_a_step}, so accum_steps {self.cfg.accum_steps} -> {-(-self.order.rows_a_step // (self.cfg.batch_size * self.world.size))}"
+                f"the global batch stays {rows} rows, as the slice began;"
+                f" batch_size × accum_steps × {size} process(es) would be {order.rows_a_step},"
+                f" so accum_steps {self.cfg.accum_steps} -> {accum_steps}"
             )
-        self.last_epoch = self.cfg.initial_epoch + self.cfg.num_epochs - 1
-        self.room = room_for(self.cfg, run_dir, self.strategy, checkpoint, self.disks.keeps)
-        if self.room == 1 and (
-            self.last_epoch > self.progress.epoch or self.cfg.save_every or self.cfg.save_minutes
-        ):
+
+    def _open_outputs(self, start: _Start, eval_texts: TokenizedTexts | None) -> None:
+        "Set up evaluations, checkpoints, uploads and the time budget."
+        cfg, run_dir = self.cfg, self.run_dir
+        self.last_epoch = cfg.initial_epoch + cfg.num_epochs - 1
+        self.room = room_for(cfg, run_dir, self.strategy, start.checkpoint, self.disks.keeps)
+        later_epochs = self.last_epoch > self.progress.epoch
+        if self.room == 1 and (later_epochs or cfg.save_every or cfg.save_minutes):
             self.tracker.remark(
-                "the disk has room for one checkpoint, so only the last one is written, at the end or when the run is stopped"
+                "the disk has room for one checkpoint, so only the last one is written,"
+                " at the end or when the run is stopped"
             )
         self.evaluations = Evaluations(
-            self.cfg,
+            cfg,
             run_dir,
             self.disks,
             self.strategy,
@@ -221,17 +258,20 @@ class Training:
             len(self.label_names or []),
         )
         self.evaluations.check_room(self.room)
-        self.writer = CheckpointWriter(
-            run_dir, self.cfg, self.strategy, {**stored, "contents": contents(self.cfg)}, self.disks
-        )
-        self.uploader = Uploader(run_dir) if self.cfg.hf_repo and self.world.is_main else None
-        self.earlier_steps = (
-            self.progress.optimizer_step - self.progress.slice_step
-            if self.progress.optimizer_step
-            else 0
-        )
+        stored = {**start.stored, "contents": contents(cfg)}
+        self.writer = CheckpointWriter(run_dir, cfg, self.strategy, stored, self.disks)
+        self.uploader = Uploader(run_dir) if cfg.hf_repo and self.world.is_main else None
+        self.earlier_steps = 0  # optimizer steps of earlier slices
+        if self.progress.optimizer_step:
+            self.earlier_steps = self.progress.optimizer_step - self.progress.slice_step
         self.total_steps = self._count_steps()
-        began, save_bytes = run_dir.status(), checkpoint_bytes(self.cfg, self.strategy)
+        self.saving_step = self.progress.step  # the step of the newest save
+        self.save_error: Exception | None = None
+        self.first_step: Step | None = None
+
+    def _report_start(self, start: _Start, about: dict[str, Any], packing: str) -> None:
+        "Write the status of a run that trains from here on, and open the trackers."
+        began, save_bytes = self.run_dir.status(), checkpoint_bytes(self.cfg, self.strategy)
         self.pace = TimeBudget(
             self.cfg,
             began.get("launched", time.time()),
@@ -239,22 +279,8 @@ class Training:
             began.get("session_end"),
             copied=bool(outputs_folder()),
         )
-        self.saving_step = self.progress.step  # the step of the newest save
-        self.save_error: Exception | None = None
-        self.first_step: Step | None = None
         self._flops_per_token = flops_per_token(
             self.strategy.unwrap_model(), float(self.texts.lengths.mean())
-        )
-        origin = (
-            {}
-            if again
-            else {
-                "resumed_from": str(checkpoint) if checkpoint else None,
-                "resumed_saved_at": saved_at(checkpoint)
-                if checkpoint and checkpoint.is_dir()
-                else None,
-                "first_step": self.progress.step + 1,
-            }
         )
         self.tracker.status(
             state="running",
@@ -262,7 +288,7 @@ class Training:
             dtype=str(self.strategy.dtype).removeprefix("torch."),
             packing=packing,
             **about,
-            **origin,
+            **({} if start.again else start.origin(self.progress.step + 1)),
             world_size=self.world.size,
             nodes=self.world.nodes,
             device=self.world.device.type,
@@ -279,11 +305,9 @@ class Training:
             total_steps=self.total_steps,
             epoch=self.progress.epoch,
         )
-        self.trackers = (
-            Trackers.open(run_dir, self.cfg, self.progress, checkpoint)
-            if self.world.is_main
-            else Trackers()
-        )
+        self.trackers = Trackers()
+        if self.world.is_main:
+            self.trackers = Trackers.open(self.run_dir, self.cfg, self.progress, start.checkpoint)
         self.tracker.hand_on = self.trackers.log
 
     def _histograms(self) -> None:
