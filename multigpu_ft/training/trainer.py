@@ -99,6 +99,19 @@ class _Start:
         }
 
 
+@dataclass(frozen=True)
+class _StepEnd:
+    "What follows a step, the same on all ranks."
+
+    first: bool  # the step is the first of this process
+    epoch_ends: bool
+    stopping: bool  # after this step, because a stop was asked for
+    save: bool
+    planned: bool  # an evaluation is planned here, so patience counts it
+    evaluate: bool
+    log: bool
+
+
 class Training:
     "One rank's part of a run: what it holds, and the loop over epochs and steps."
 
@@ -435,25 +448,16 @@ class Training:
         return self.progress.slice_step >= self.total_steps or self.evaluations.patience_is_over
 
     def _steps(self) -> bool:
-        "The steps left of the epoch in hand. Whether somebody asked to stop."
+        "Make the steps left in the current epoch. Returns whether a stop was asked for."
         cfg, world, progress = self.cfg, self.world, self.progress
-        interval, said = Interval(self.strategy), {}
+        interval, logged = Interval(self.strategy), {}
         self.watch.read()
         self.watch.begin("data")
         for step in epoch_steps(
             self.texts, self.order, cfg, progress.epoch, progress.position, world.rank, world.size
         ):
             if not self.first_step:
-                self.first_step = step
-                if self.evaluations.wanted:
-                    self.beat(IDLE)
-                    self.tracker.status(eval_before=self.evaluations.measure())
-                # with dropout, a training loss is higher than the one that `loss_after` will be
-                before = (
-                    step_loss(self.strategy, step)
-                    if _has_dropout(cfg, self.strategy.unwrap_model())
-                    else None
-                )
+                self._begin_training(step)
                 interval = Interval(self.strategy)
             self.beat.step = progress.step + 1
             rate = learning_rate(
@@ -463,64 +467,87 @@ class Training:
                 self.strategy, step, rate, cfg.max_grad_norm, self.watch, self._histograms
             )
             interval.add(step, loss)
-            progress.position, progress.num_rows, progress.samples_seen = (
-                step.position,
-                step.num_rows,
-                progress.samples_seen + step.texts,
-            )
-            progress.step, progress.slice_step, progress.optimizer_step = (
-                progress.step + 1,
-                progress.slice_step + 1,
-                progress.optimizer_step + 1,
-            )
-            stopping, saving = self._agree()
-            last, end_of_epoch = self._is_last(), progress.position >= progress.num_rows
-            planned = end_of_epoch or bool(cfg.eval_every and progress.step % cfg.eval_every == 0)
-            evaluated = self.evaluations.wanted and (last or planned)
-            found, best = {}, False
-            if (
-                step is self.first_step
-                or progress.step % cfg.log_every == 0
-                or last
-                or stopping
-                or end_of_epoch
-                or evaluated
-            ):
-                measured = interval.measure(self.watch, self._flops_per_token)
-                if evaluated:
-                    self.beat(IDLE)
-                    found, best = self.evaluations.judge(planned)
-                self.tracker.log(
-                    {
-                        "step": progress.step,
-                        "epoch": progress.epoch,
-                        **measured,
-                        "learning_rate": rate,
-                        "grad_norm": norm.item(),
-                        "samples_seen": progress.samples_seen,
-                        "time": time.time(),
-                        **{f"eval_{name}": value for name, value in found.items()},
-                    }
-                )
-                if step is self.first_step:
-                    self.tracker.status(loss_before=measured["loss"] if before is None else before)
-                said = {"loss": measured["loss"], "skipped_steps": measured["skipped_steps"]}
-                if world.is_main and (
-                    forecast := self.pace.forecast(progress.slice_step, self.total_steps)
-                ):
-                    self.tracker.remark(forecast)
+            end, best = self._end_step(step), False
+            if end.log:
+                logged, best = self._log_step(interval, end, rate, norm)
                 interval = Interval(self.strategy)
                 self.watch.begin("data")
             if progress.step % min(cfg.log_every, _NON_FINITE_IN_A_ROW) == 0:
                 self._refuse_to_go_on_without_numbers()
             self.tracker.heartbeat(
-                step=progress.step, slice_step=progress.slice_step, epoch=progress.epoch, **said
+                step=progress.step, slice_step=progress.slice_step, epoch=progress.epoch, **logged
             )
-            if stopping or self._is_last():
-                return stopping
-            if (saving or best) and not end_of_epoch:
+            if end.stopping or self._is_last():
+                return end.stopping
+            if (end.save or best) and not end.epoch_ends:
                 self._save(end_of_epoch=False)
         return False
+
+    def _begin_training(self, step: Step) -> None:
+        "Measure the losses before the first step of this process. A collective."
+        self.first_step = step
+        if self.evaluations.wanted:
+            self.beat(IDLE)
+            self.tracker.status(eval_before=self.evaluations.measure())
+        self._loss_before: float | None = None
+        if _has_dropout(self.cfg, self.strategy.unwrap_model()):
+            # dropout raises the training loss, which could not be compared with `loss_after`
+            self._loss_before = step_loss(self.strategy, step)
+
+    def _end_step(self, step: Step) -> _StepEnd:
+        "Count `step` and decide, the same on all ranks, what follows it. A collective."
+        cfg, progress = self.cfg, self.progress
+        progress.position, progress.num_rows = step.position, step.num_rows
+        progress.samples_seen += step.texts
+        progress.step += 1
+        progress.slice_step += 1
+        progress.optimizer_step += 1
+        stopping, saving = self._agree()
+        last, epoch_ends = self._is_last(), progress.position >= progress.num_rows
+        due = bool(cfg.eval_every and progress.step % cfg.eval_every == 0)
+        planned = epoch_ends or due
+        evaluate = self.evaluations.wanted and (last or planned)
+        first = step is self.first_step
+        due_log = first or progress.step % cfg.log_every == 0
+        return _StepEnd(
+            first=first,
+            epoch_ends=epoch_ends,
+            stopping=stopping,
+            save=saving,
+            planned=planned,
+            evaluate=evaluate,
+            log=due_log or last or stopping or epoch_ends or evaluate,
+        )
+
+    def _log_step(
+        self, interval: Interval, end: _StepEnd, rate: float, norm: torch.Tensor
+    ) -> tuple[dict[str, Any], bool]:
+        "Log the steps of `interval`. Returns entries for the status, and whether an evaluation was the best."
+        progress = self.progress
+        found, best = {}, False
+        measured = interval.measure(self.watch, self._flops_per_token)
+        if end.evaluate:
+            self.beat(IDLE)
+            found, best = self.evaluations.judge(end.planned)
+        self.tracker.log(
+            {
+                "step": progress.step,
+                "epoch": progress.epoch,
+                **measured,
+                "learning_rate": rate,
+                "grad_norm": norm.item(),
+                "samples_seen": progress.samples_seen,
+                "time": time.time(),
+                **{f"eval_{name}": value for name, value in found.items()},
+            }
+        )
+        if end.first:
+            before = self._loss_before
+            self.tracker.status(loss_before=measured["loss"] if before is None else before)
+        if self.world.is_main:
+            if forecast := self.pace.forecast(progress.slice_step, self.total_steps):
+                self.tracker.remark(forecast)
+        return {"loss": measured["loss"], "skipped_steps": measured["skipped_steps"]}, best
 
     def _agree(self) -> tuple[bool, bool]:
         "Whether to stop after this step, and whether to save. What one rank knows, all know after it. A collective."
