@@ -66,10 +66,14 @@ def _device_memory(layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.T
 
 
 class _Simulated:
-    "To be mixed into a strategy."
+    "A mix-in that tells a strategy's tensors to the tracker."
 
     tracker: MemoryTracker
     free: float  # bytes of the GPU before the first tensor
+    reduced: float = 0  # bytes all-reduced since this was last set to 0
+
+    def renew(self) -> None:
+        "Prepare for a later step."
 
     def prepare(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], streamed: bool = False

@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -345,154 +345,217 @@ def simulate(
     return {**found, "of_blocks": own or found["blocks"]}
 
 
+@dataclass(frozen=True)
+class _Setup:
+    "What a simulation is made of, before any tensor is counted."
+
+    world: SimulatedWorld
+    loss_model: nn.Module
+    quantization: str
+    quantization_reason: str
+    packing: str
+    clock: _Clock
+    tracker: MemoryTracker
+    loading: float  # bytes of host memory that loading takes, in each rank that loads
+    streamed: bool  # rank 0 alone loads and sends the weights
+
+
 def _simulate(
     cfg: RunConfig, gpu: GPU, gpus: int, kind: str, shape_env: ShapeEnv | None
 ) -> dict[str, Any]:
-    world = SimulatedWorld(0, 0, gpus, torch.device("cpu"), cfg.nnodes)
-    quantization, quantization_reason = choose_quantization(cfg, gpus, torch.device(kind))
-    dtype = (
-        torch.float32
-        if cfg.tuning == "full"
-        else {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
-    )
+    setup = _set_up(cfg, gpu, gpus, kind)
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env))
+        stack.enter_context(setup.tracker)
+        strategy = STRATEGIES[cfg.strategy](cfg, setup.world)
+        strategy.tracker = setup.tracker
+        strategy.free = (gpu.memory_mib - gpu.context_mib(gpus)) * 2**20
+        every = _load(cfg, strategy, setup)
+        micro_batches = _run_steps(cfg, strategy, setup)
+        _save(strategy, setup.tracker)
+    return {
+        **_memory(cfg, strategy, setup),
+        **_speed(cfg, strategy, setup, gpu, gpus, micro_batches),
+        **_choices(cfg, strategy, setup),
+        "every": every,
+    }
+
+
+def _set_up(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> _Setup:
+    "Make the model on the `meta` device, the tracker and the clock."
+    quantization, reason = choose_quantization(cfg, gpus, torch.device(kind))
+    dtype = torch.float32
+    if cfg.tuning != "full":
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[cfg.dtype]
     shell = _shell(cfg, dtype, quantization)
     streamed = gpus > 1 and (quantization == "none" or cfg.strategy == "fsdp")
-    unpacked = {id(p): p.numel() * torch.finfo(dtype).bits / 8 for p in shell.parameters()}
-    packed = {
-        id(m.weight): m.weight.numel() * (0.516 if quantization == "4bit" else 1)
-        for m in packed_layers(shell).values()
-    }  # with scales
-    loading = sum({**unpacked, **packed}.values()) if streamed or quantization == "none" else 0
-    loading += 2 * max(unpacked.values()) if packed else 0  # on its way to being packed
     classifier = cfg.task == "classification"
-    packing = (
-        "padded"
-        if classifier
-        else "packed"
-        if cfg.packing == "auto" and cfg.attn_implementation != "flash_attention_2"
-        else cfg.packing
-    )
+    packing = cfg.packing
+    if classifier:
+        packing = "padded"
+    elif cfg.packing == "auto" and cfg.attn_implementation != "flash_attention_2":
+        packing = "packed"
     clock = _Clock(gpu, gpus)
-    reduced = "gradients" if cfg.strategy in ("ddp", "accelerate") else "unsharded"
     tracker = MemoryTracker(
-        clock if gpu.flops else None, short_masks=kind == "cuda", reduced=reduced
+        clock if gpu.flops else None,
+        short_masks=kind == "cuda",
+        reduced="gradients" if cfg.strategy in ("ddp", "accelerate") else "unsharded",
     )
+    loading = _loading_bytes(shell, dtype, quantization, streamed)
     if kind == "cuda":
         _use_attention_on_gpu(shell, gpu)
     if quantization == "4bit":
         from bitsandbytes.functional import quantize_blockwise
 
-        quantize_blockwise(torch.zeros(256))  # makes its table, which has values
-    loss_model = with_loss(cfg, shell, ["0", "1"] if classifier else None, kind)
-    with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env))
-        stack.enter_context(tracker)
-        strategy = STRATEGIES[cfg.strategy](cfg, world)
-        strategy.tracker, strategy.free = tracker, (gpu.memory_mib - gpu.context_mib(gpus)) * 2**20
-        tracker.begin("load")
-        every = put_under(cfg, strategy, loss_model, streamed=True)
-        tracker.claim((*strategy.model.parameters(), *strategy.model.buffers()), "parameters")
-        for layer in packed_layers(strategy.model).values():
-            state = getattr(layer, "quant_state", None)
-            scales = [getattr(getattr(layer, "state", None), "SCB", None)]
-            for found in (state, getattr(state, "state2", None)):
-                scales += [getattr(found, name, None) for name in ("absmax", "code", "offset")]
-            tracker.claim((t for t in scales if isinstance(t, torch.Tensor)), "parameters")
-        _label_losses(strategy, tracker)
-        batch = longest_batch(cfg, packing, classifier)
-        micro_batches = min(2, cfg.accum_steps)
-        steps = {
-            "first step": 1,
-            "later step": micro_batches,
-        }  # the second micro-batch finds gradients; so it would in the first step, and that has no moments
-        watch = Stopwatch(world.device)
+        quantize_blockwise(torch.zeros(256))  # builds its table, which needs real values
+    return _Setup(
+        world=SimulatedWorld(0, 0, gpus, torch.device("cpu"), cfg.nnodes),
+        loss_model=with_loss(cfg, shell, ["0", "1"] if classifier else None, kind),
+        quantization=quantization,
+        quantization_reason=reason,
+        packing=packing,
+        clock=clock,
+        tracker=tracker,
+        loading=loading,
+        streamed=streamed,
+    )
 
-        def is_finite() -> None:  # the gradients' norm, which has no value
-            strategy._finite = torch.tensor(True)
-            tracker.now = "optimizer"
 
-        for phase, count in steps.items():
-            tracker.begin(phase)
-            clock.computing = clock.communicating = 0.0
-            if phase == "later step" and hasattr(strategy, "renew"):
-                strategy.renew()
-            if hasattr(strategy, "reduced"):
-                strategy.reduced = 0
-            train_step(
-                strategy,
-                Step([batch] * count, cfg.batch_size, 1, 1, 1, 1, 1),
-                cfg.learning_rate,
-                cfg.max_grad_norm,
-                watch,
-                is_finite,
-            )
-            if hasattr(strategy, "reduced"):
-                clock.send(2 * strategy.reduced)
-            tracker.claim(
-                (
-                    t
-                    for s in strategy.optimizer.state.values()
-                    for t in s.values()
-                    if isinstance(t, torch.Tensor)
-                ),
-                "optimizer",
-            )
-        tracker.begin("save")
-        largest = max(
-            (p for p in strategy.model.parameters() if p.requires_grad), key=lambda p: p.numel()
+def _loading_bytes(
+    shell: nn.Module, dtype: torch.dtype, quantization: str, streamed: bool
+) -> float:
+    "Return the bytes of host memory that loading the model takes."
+    unpacked = {id(p): p.numel() * torch.finfo(dtype).bits / 8 for p in shell.parameters()}
+    of_a_weight = 0.516 if quantization == "4bit" else 1  # bytes, with scales
+    packed = {
+        id(layer.weight): layer.weight.numel() * of_a_weight
+        for layer in packed_layers(shell).values()
+    }
+    loading = sum({**unpacked, **packed}.values()) if streamed or quantization == "none" else 0
+    return loading + (2 * max(unpacked.values()) if packed else 0)  # a weight while it is packed
+
+
+def _load(cfg: RunConfig, strategy: Single, setup: _Setup) -> int:
+    "Put the model under its strategy. Returns how often a block is checkpointed."
+    tracker = setup.tracker
+    tracker.begin("load")
+    every = put_under(cfg, strategy, setup.loss_model, streamed=True)
+    tracker.claim((*strategy.model.parameters(), *strategy.model.buffers()), "parameters")
+    for layer in packed_layers(strategy.model).values():
+        state = getattr(layer, "quant_state", None)
+        scales = [getattr(getattr(layer, "state", None), "SCB", None)]
+        for found in (state, getattr(state, "state2", None)):
+            scales += [getattr(found, name, None) for name in ("absmax", "code", "offset")]
+        tracker.claim((t for t in scales if isinstance(t, torch.Tensor)), "parameters")
+    _label_losses(strategy, tracker)
+    return every
+
+
+def _run_steps(cfg: RunConfig, strategy: Single, setup: _Setup) -> int:
+    "Make a first and a later step. Returns the micro-batches of the later one."
+    clock, tracker = setup.clock, setup.tracker
+    batch = longest_batch(cfg, setup.packing, cfg.task == "classification")
+    # A second micro-batch finds gradients in memory. The first step would too, but has no moments yet.
+    micro_batches = min(2, cfg.accum_steps)
+    watch = Stopwatch(setup.world.device)
+
+    def is_finite() -> None:  # the gradient norm, which has no value here
+        strategy._finite = torch.tensor(True)
+        tracker.now = "optimizer"
+
+    for phase, count in {"first step": 1, "later step": micro_batches}.items():
+        tracker.begin(phase)
+        clock.computing = clock.communicating = 0.0
+        if phase == "later step":
+            strategy.renew()
+        strategy.reduced = 0
+        train_step(
+            strategy,
+            Step([batch] * count, cfg.batch_size, 1, 1, 1, 1, 1),
+            cfg.learning_rate,
+            cfg.max_grad_norm,
+            watch,
+            is_finite,
         )
-        whole = (
-            torch.empty(largest.shape, dtype=largest.dtype)
-            if hasattr(largest, "placements")
-            else None
-        )  # for the export, one after the other
-        del whole
-        tracker.look_again()
-    parameters = list(strategy.model.parameters())
-    trainable, total = (
-        sum(p.numel() for p in parameters if p.requires_grad),
-        sum(count for _, count in count_weights(strategy.model)),
-    )
-    blocks = transformer_blocks(strategy.unwrap_model())
-    in_blocks = sum(count for block in blocks for _, count in count_weights(block))
-    known = (
-        gpu.flops and cfg.offload == "none" and cfg.nnodes == 1
-    )  # how fast a host is, or a network, is not
-    seconds = clock.seconds * cfg.accum_steps / micro_batches if known else None
-    offloaded = (16 * trainable if cfg.offload != "none" else 0) + (
-        strategy.dtype.itemsize * total if cfg.offload == "all" else 0
-    )
-    saved, export = checkpoint_bytes(cfg, strategy), export_bytes(cfg, strategy)
-    processes = (_PROCESS_GIB * world.local_size + _NOTEBOOK_GIB) * 2**30
+        clock.send(2 * strategy.reduced)
+        states = strategy.optimizer.state.values()
+        moments = (t for state in states for t in state.values() if isinstance(t, torch.Tensor))
+        tracker.claim(moments, "optimizer")
+    return micro_batches
+
+
+def _save(strategy: Single, tracker: MemoryTracker) -> None:
+    "Gather the largest sharded parameter, as an export does with each in turn."
+    tracker.begin("save")
+    trained = (p for p in strategy.model.parameters() if p.requires_grad)
+    largest = max(trained, key=lambda p: p.numel())
+    if hasattr(largest, "placements"):
+        torch.empty(largest.shape, dtype=largest.dtype)  # counted, and freed at once
+    tracker.look_again()
+
+
+def _counts(strategy: Single) -> tuple[int, int]:
+    "Return the numbers of trainable and of all parameters."
+    trainable = sum(p.numel() for p in strategy.model.parameters() if p.requires_grad)
+    return trainable, sum(count for _, count in count_weights(strategy.model))
+
+
+def _memory(cfg: RunConfig, strategy: Single, setup: _Setup) -> dict[str, Any]:
+    "Return bytes on a GPU, in host memory and on disk."
+    trainable, total = _counts(strategy)
+    saved = checkpoint_bytes(cfg, strategy)
+    offloaded = 0
+    if cfg.offload != "none":
+        offloaded += 16 * trainable
+    if cfg.offload == "all":
+        offloaded += strategy.dtype.itemsize * total
+    ranks = setup.world.local_size
+    processes = (_PROCESS_GIB * ranks + _NOTEBOOK_GIB) * 2**30
+    exported = 4 * total
+    if cfg.tuning != "full":
+        exported = 4 * trainable + 4 * total * cfg.merge_adapter
     return {
-        "peaks": [asdict(peak) for peak in read_peaks(tracker)],
-        "reserved": reserved_bytes(tracker, strategy.free),
+        "peaks": [asdict(peak) for peak in read_peaks(setup.tracker)],
+        "reserved": reserved_bytes(setup.tracker, strategy.free),
         "host": {
-            "load": processes + offloaded + loading * (1 if streamed else world.local_size),
-            "save": processes
-            + offloaded
-            + saved
-            + (
-                4 * total if cfg.tuning == "full" else 4 * trainable + 4 * total * cfg.merge_adapter
-            ),
+            "load": processes + offloaded + setup.loading * (1 if setup.streamed else ranks),
+            "save": processes + offloaded + saved + exported,
         },
-        "disk": {"checkpoint": saved, "export": export},
-        "seconds": seconds,
+        "disk": {"checkpoint": saved, "export": export_bytes(cfg, strategy)},
+    }
+
+
+def _speed(
+    cfg: RunConfig, strategy: Single, setup: _Setup, gpu: GPU, gpus: int, micro_batches: int
+) -> dict[str, Any]:
+    "Return the seconds and tokens of a step; the seconds are `None` where they can't be known."
+    clock = setup.clock
+    # the speed of a host or of a network is unknown
+    known = gpu.flops and cfg.offload == "none" and cfg.nnodes == 1
+    return {
+        "seconds": clock.seconds * cfg.accum_steps / micro_batches if known else None,
         "computing": clock.computing,
         "communicating": clock.communicating,
         "tokens": cfg.batch_size * cfg.max_length * cfg.accum_steps * gpus,
+        "flops_per_token": flops_per_token(strategy.unwrap_model(), cfg.max_length),
+    }
+
+
+def _choices(cfg: RunConfig, strategy: Single, setup: _Setup) -> dict[str, Any]:
+    "Return what was decided for the run, and the model's size."
+    trainable, total = _counts(strategy)
+    blocks = transformer_blocks(strategy.unwrap_model())
+    return {
         "strategy": cfg.strategy,
-        "quantization": quantization,
-        "quantization_reason": quantization_reason,
+        "quantization": setup.quantization,
+        "quantization_reason": setup.quantization_reason,
         "communication": "window" if strategy.window else "micro_batch",
         "dtype": cfg.dtype,
-        "packing": packing,
-        "every": every,
+        "packing": setup.packing,
         "blocks": len(blocks),
         "trainable": trainable,
         "parameters": total,
-        "parameters_in_blocks": in_blocks,
-        "flops_per_token": flops_per_token(strategy.unwrap_model(), cfg.max_length),
+        "parameters_in_blocks": sum(n for block in blocks for _, n in count_weights(block)),
     }
 
 
