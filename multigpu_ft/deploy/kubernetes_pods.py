@@ -147,24 +147,47 @@ def command(resources: Resources, rank: str, rdzv: str, nnodes: str | None = Non
 def node_template(
     resources: Resources, name: str, words: list[str], subdomain: str | None = None
 ) -> dict[str, Any]:
-    "The template of the pods of run `name`, which run the command `words`; `subdomain` is the Service that gives them host names."
+    "Return the pod template of run `name`: `words` is its command, `subdomain` the Service that names its hosts."
     gpu = resources.resources.gpu
-    amounts = {
-        "cpu": gpu.cpu,
-        "memory": gpu.memory,
-        **({"nvidia.com/gpu": str(gpu.accelerator_count)} if gpu.accelerator_count else {}),
+    amounts = {"cpu": gpu.cpu, "memory": gpu.memory}
+    tolerations = []
+    if gpu.accelerator_count:
+        amounts["nvidia.com/gpu"] = str(gpu.accelerator_count)
+        tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
+    tolerations += [each.model_dump(exclude_none=True) for each in resources.tolerations]
+    volumes, mounts = _volumes(resources, name)
+    container = {
+        "name": "node",  # as Kubeflow calls it
+        "command": words,
+        "envFrom": [{"configMapRef": {"name": f"{name}-env"}}],
+        "ports": [{"name": "rdzv", "containerPort": RDZV_PORT}],
+        "resources": {"requests": amounts, "limits": amounts},
+        "volumeMounts": mounts,
+        # `kubectl describe pod` then shows the last lines of a failed pod's log
+        "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+    more = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _GRACE_S,
+        **({"subdomain": subdomain} if subdomain else {}),
+        **({"nodeSelector": resources.node_selector} if resources.node_selector else {}),
+        **({"tolerations": tolerations} if tolerations else {}),
+        "affinity": _affinity(resources, name),
+    }
+    return {
+        "metadata": {"labels": labels(name, "node")},
+        "spec": _spec(resources, container, volumes, **more),
+    }
+
+
+def _volumes(resources: Resources, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    "Return the volumes of a node's pod and where they are mounted."
+    memory = bytes_of(resources.resources.gpu.memory) // 4 // 2**20
     scratch, home = _scratch("tmp", "20Gi", "/tmp"), _scratch("home", "10Gi", _HOME)
     volumes = [
         {"name": "shared", "persistentVolumeClaim": {"claimName": claim(resources)}},
         {"name": "config", "configMap": {"name": name, "defaultMode": 0o444}},
-        {
-            "name": "shm",
-            "emptyDir": {
-                "medium": "Memory",
-                "sizeLimit": f"{bytes_of(gpu.memory) // 4 // 2**20}Mi",
-            },
-        },
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{memory}Mi"}},
         scratch[0],
         home[0],
     ]
@@ -176,42 +199,10 @@ def node_template(
         home[1],
     ]
     if resources.secret:
-        volumes.append(
-            {"name": "secrets", "secret": {"secretName": resources.secret, "defaultMode": 0o440}}
-        )
+        secret = {"secretName": resources.secret, "defaultMode": 0o440}
+        volumes.append({"name": "secrets", "secret": secret})
         mounts.append({"name": "secrets", "mountPath": SECRETS_DIR, "readOnly": True})
-    container = {
-        "name": "node",  # Kubeflow's name for it
-        "command": words,
-        "envFrom": [{"configMapRef": {"name": f"{name}-env"}}],
-        "ports": [{"name": "rdzv", "containerPort": RDZV_PORT}],
-        "resources": {"requests": amounts, "limits": amounts},
-        "volumeMounts": mounts,
-        "terminationMessagePolicy": "FallbackToLogsOnError",  # the last lines of a pod that failed are in what `kubectl describe pod` shows
-    }
-    tolerations = (
-        [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-        if gpu.accelerator_count
-        else []
-    )
-    tolerations += [
-        toleration.model_dump(exclude_none=True) for toleration in resources.tolerations
-    ]
-    places = {
-        **({"nodeSelector": resources.node_selector} if resources.node_selector else {}),
-        **({"tolerations": tolerations} if tolerations else {}),
-    }
-    more = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _GRACE_S,
-        **({"subdomain": subdomain} if subdomain else {}),
-        **places,
-        "affinity": _affinity(resources, name),
-    }
-    return {
-        "metadata": {"labels": labels(name, "node")},
-        "spec": _spec(resources, container, volumes, **more),
-    }
+    return volumes, mounts
 
 # %% ../../nbs/deploy/04_kubernetes_pods.ipynb #4d5e01a5
 def tensorboard_template(resources: Resources, name: str) -> dict[str, Any]:

@@ -230,60 +230,33 @@ def deploy_skypilot(
 
     Raises `ConfigError` for what cannot work, or if something is missing that launching takes.
     """
-    matched = re.fullmatch(r"([A-Za-z][\w.-]*)(?::(\d+))?", accelerators)
-    if not matched or matched[2] == "0":
-        raise ConfigError(
-            f"accelerators={accelerators!r} is not of the form NAME:COUNT, such as H100:8."
-        )
+    gpu, gpus = _accelerators(accelerators)
     if num_nodes < 1 or disk_gb < 1:
         raise ConfigError(f"num_nodes={num_nodes}, disk_gb={disk_gb}: both must be above 0.")
-    secrets = names(secrets)
-    for name in secrets:
-        if not _SECRET.fullmatch(name):  # somebody may have put a value here; it stays unsaid
-            raise ConfigError(
-                "secrets holds something that is no name of an environment variable: names such as HF_TOKEN go there, never their values."
-            )
+    secrets = _secret_names(secrets)
     refuse_secrets({"storage": storage, "infra": infra or ""})
-    gpus = int(matched[2] or 1)
-    if cfg.nproc and cfg.nproc != gpus:
-        raise ConfigError(
-            f"nproc={cfg.nproc}, but a node has {accelerators}, and each GPU gets one process; leave nproc empty, or change accelerators."
-        )
-    if cfg.strategy == "single" and num_nodes * gpus > 1:
-        raise ConfigError(
-            f"strategy='single' runs 1 process, but {num_nodes} x {accelerators} has {num_nodes * gpus} GPUs; use 'ddp' or 'fsdp'."
-        )
+    _check_processes(cfg, accelerators, num_nodes, gpus)
     run_root, mounts = _mounts(storage)
-    remedy = "Upload it to a bucket and name it by its address (s3://bucket/file.jsonl), or take one of the Hub."
+    remedy = (
+        "Upload it to a bucket and name it by its address (s3://bucket/file.jsonl),"
+        " or use one from the Hub."
+    )
     cfg = travelling(cfg, "SkyPilot", remedy, _BUCKETS, run_root=run_root, nnodes=num_nodes)
     cfg, copied = _inputs(cfg)
-    wanted = [
-        name
-        for name, needed in (
-            ("HF_TOKEN", bool(cfg.hf_repo)),
-            ("WANDB_API_KEY", "wandb" in cfg.trackers),
-        )
-        if needed
-    ]
-    wanted = list(dict.fromkeys([*wanted, *secrets]))
-    anywhere = "file_mounts" in mounts  # a bucket is seen from every region, a volume is not
-    again = {
-        "strategy": "EAGER_NEXT_REGION" if anywhere else "FAILOVER",
-        "max_restarts_on_errors": 0,
-        "recover_on_exit_codes": [STOPPED_EXIT_CODE],
-    }
+    anywhere = "file_mounts" in mounts  # a bucket is visible from every region, a volume isn't
     if copied:
         mounts["file_mounts"] = {**mounts.get("file_mounts", {}), **copied}
+    wanted = _wanted_secrets(cfg, secrets)
     task = {
         "name": re.sub(r"[^a-z0-9]+", "-", cfg.run_name.lower()).strip("-")[:40] or "run",
         "workdir": ".",
         "num_nodes": num_nodes,
         "resources": {
             **({"infra": infra} if infra else {}),
-            "accelerators": f"{matched[1]}:{gpus}",
+            "accelerators": f"{gpu}:{gpus}",
             "use_spot": spot,
             "disk_size": disk_gb,
-            "job_recovery": again if recover else "none",
+            "job_recovery": _recovery(anywhere) if recover else "none",
         },
         **({"secrets": dict.fromkeys(wanted)} if wanted else {}),
         **mounts,
@@ -294,6 +267,54 @@ def deploy_skypilot(
     if out:
         made.write(out)
     return made.submit() if submit else made
+
+
+def _accelerators(accelerators: str) -> tuple[str, int]:
+    "Return the name and number of a node's GPUs."
+    matched = re.fullmatch(r"([A-Za-z][\w.-]*)(?::(\d+))?", accelerators)
+    if not matched or matched[2] == "0":
+        raise ConfigError(
+            f"accelerators={accelerators!r} does not have the form NAME:COUNT, such as H100:8."
+        )
+    return matched[1], int(matched[2] or 1)
+
+
+def _secret_names(secrets: Sequence[str]) -> list[str]:
+    secrets = names(secrets)
+    for name in secrets:
+        if not _SECRET.fullmatch(name):  # it may be a secret's value, so the text doesn't repeat it
+            raise ConfigError(
+                "secrets holds something that is not the name of an environment variable:"
+                " pass names such as HF_TOKEN, never their values."
+            )
+    return secrets
+
+
+def _check_processes(cfg: RunConfig, accelerators: str, num_nodes: int, gpus: int) -> None:
+    if cfg.nproc and cfg.nproc != gpus:
+        raise ConfigError(
+            f"nproc={cfg.nproc}, but a node has {accelerators} and each GPU gets one process;"
+            " leave nproc empty, or change accelerators."
+        )
+    if cfg.strategy == "single" and num_nodes * gpus > 1:
+        raise ConfigError(
+            f"strategy='single' runs 1 process, but {num_nodes} x {accelerators}"
+            f" has {num_nodes * gpus} GPUs; use 'ddp' or 'fsdp'."
+        )
+
+
+def _wanted_secrets(cfg: RunConfig, more: Sequence[str]) -> list[str]:
+    wanted = ["HF_TOKEN"] if cfg.hf_repo else []
+    wanted += ["WANDB_API_KEY"] if "wandb" in cfg.trackers else []
+    return list(dict.fromkeys([*wanted, *more]))
+
+
+def _recovery(anywhere: bool) -> dict[str, Any]:
+    return {
+        "strategy": "EAGER_NEXT_REGION" if anywhere else "FAILOVER",
+        "max_restarts_on_errors": 0,
+        "recover_on_exit_codes": [STOPPED_EXIT_CODE],
+    }
 
 
 def _remarks(cfg: RunConfig, spot: bool, recover: bool, storage: str) -> list[str]:
