@@ -21,8 +21,7 @@ from .report import Evaluation
 from multigpu_ft.generation.fine_tuned import (
     FineTuned,
     count,
-    export_subject,
-    fetch_export,
+    find_on_hub,
     find_runs,
     find_subjects,
     of_the_model,
@@ -45,13 +44,7 @@ def _find_subjects(
             raise ConfigError(
                 "hf_repo names a fine-tuned model, and so does a run or a checkpoint; give one of them."
             )
-        return [
-            export_subject(
-                fetch_export(hf_repo),
-                hf_repo.partition("@")[0].rstrip("/").rpartition("/")[2],
-                base,
-            )
-        ]
+        return [find_on_hub(hf_repo, base)]
     if not runs and (base is None or checkpoint is None):
         raise ConfigError(
             "nothing to evaluate: name a run, or a base and a checkpoint that was made from it, or an hf_repo."
