@@ -38,7 +38,12 @@ from multigpu_ft.generation.decoding import (
     end_tokens,
 )
 from ..generation.fine_tuned import FineTuned
-from ..generation.inference_model import Loaded, load_holder, place_of, quantization_of
+from multigpu_ft.generation.inference_model import (
+    Loaded,
+    load_model_for,
+    memory_key,
+    quantization_of,
+)
 from ..generation.sampling import Sampling, sequence_seed
 from ..models.loading import load_config, load_tokenizer, order_labels
 from ..run.config import RunConfig
@@ -346,11 +351,11 @@ def _score_all(
         if subject is None and not holder.has_adapter:
             holder = None
         progress.begin(name)
-        if (wanted := place_of(holder)) != place:
+        if (wanted := memory_key(holder)) != place:
             loaded = None
             release_memory()
             loaded, place = (
-                load_holder(
+                load_model_for(
                     plan.base, holder, world, material.tokenizer, material.label_names, quantization
                 ),
                 wanted,

@@ -19,16 +19,17 @@ from ..run.run_dir import RunDir
 #| eval: false
 end_with_agent()
 gc.disable()
-faulthandler.register(
-    signal.SIGUSR1, all_threads=True
-)  # the agent asks a hanging rank for its stack
-os.dup2(1, 2)  # one log a rank, with warnings and tracebacks where they happened
+faulthandler.register(signal.SIGUSR1, all_threads=True)  # the agent wants a hanging rank's stack
+os.dup2(1, 2)  # one log per rank, with warnings and tracebacks where they happened
 _run_dir = RunDir(sys.argv[1])
-_stop = StopSignal(
-    hopeless=lambda: (
-        _run_dir.status()["state"] == "starting" or any(_run_dir.path.glob("errors/*.json"))
-    )
-)
+
+
+def _is_hopeless() -> bool:
+    is_starting = _run_dir.status()["state"] == "starting"
+    return is_starting or any(_run_dir.path.glob("errors/*.json"))
+
+
+_stop = StopSignal(hopeless=_is_hopeless)
 
 # %% ../../nbs/generation/10_main.ipynb #43fbb241
 #| eval: false

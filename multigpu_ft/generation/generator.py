@@ -46,7 +46,7 @@ from multigpu_ft.generation.decoding import (
     end_tokens,
 )
 from .fine_tuned import FineTuned, checkpoint_subject, export_subject
-from .inference_model import load_holder, quantization_of
+from .inference_model import load_model_for, quantization_of
 from .prompts import Question, load_questions, tokenize_questions
 from .sampling import Sampling, sequence_seed
 from .vllm_engine import start_vllm
@@ -126,7 +126,7 @@ class _Transformers:
     def __init__(self, source: _Source) -> None:
         cfg, fine_tuned, world = source.cfg, source.fine_tuned, source.world
         quantization = quantization_of(fine_tuned, cfg, world, source.job.quantization)
-        loaded = load_holder(cfg, fine_tuned, world, source.tokenizer, None, quantization)
+        loaded = load_model_for(cfg, fine_tuned, world, source.tokenizer, None, quantization)
         if loaded.sharded:
             raise ModelError(
                 f"{cfg.model} does not fit into one GPU, and generation needs the whole model "

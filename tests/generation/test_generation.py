@@ -131,12 +131,12 @@ def test_logits_have_the_same_bits_on_every_rank(models):
         import torch.distributed as dist
 
         from multigpu_ft.distributed.world import join_world
-        from multigpu_ft.generation.inference_model import load_holder
+        from multigpu_ft.generation.inference_model import load_model_for
         from multigpu_ft.models.loading import load_tokenizer
 
         cfg = RunConfig(model=folder, task="chat", max_length=8)
         world = join_world(cfg)
-        model = load_holder(cfg, None, world, load_tokenizer(cfg), None, "none").model.eval()
+        model = load_model_for(cfg, None, world, load_tokenizer(cfg), None, "none").model.eval()
         with torch.no_grad():
             mine = [
                 model(input_ids=torch.arange(5, 5 + length)[None], logits_to_keep=1).logits.tolist()
@@ -192,7 +192,9 @@ def test_greedy_is_what_transformers_generates(models, tmp_path):
                 "stop" if made[-1] == 2 else "length"
             )
         said = " ".join(answers.run.status["remarks"])
-        assert "no chat template" in said and ("decoded by itself" in said) == (name == "sliding")
+        assert "no chat template" in said and ("without continuous batching" in said) == (
+            name == "sliding"
+        )
 
 
 def start(models, output, **settings):
@@ -289,11 +291,7 @@ def test_stopped_and_gone_on_with(models, tmp_path):
     until(RunDir(tmp_path / "a.jsonl.run").metrics, 120, "a line about the speed")
     running.send_signal(signal.SIGTERM)
     said = running.communicate()[0]
-    assert (
-        running.returncode == 75
-        and "the same call again makes the rest" in said
-        and not output.exists()
-    )
+    assert running.returncode == 75 and "the same call" in said and not output.exists()
     assert RunDir(tmp_path / "a.jsonl.run").status()["state"] == "stopped" and not processes(
         tmp_path
     )
@@ -335,7 +333,7 @@ def test_what_cannot_be_asked_is_counted(models, tmp_path):
         "1 of 5 questions left out: they are empty (row 1)" in said
         and "they fill the 96 positions of the model (row 2)" in said
     )
-    assert "5 sequences have fewer than max_new_tokens=40 positions left" in said
+    assert "5 answers are limited to fewer than max_new_tokens=40 tokens" in said
     assert (
         "failed on 5 of 15 answers" in said
         and "KeyError: 'solution' (test_generation.py, line" in said
@@ -410,9 +408,7 @@ def test_a_vllm_that_runs_a_models_code_is_refused(install_vllm, tmp_path):
     oldest = re.search(r"vllm>=(\S+)", (NBS.parent / "settings.ini").read_text())[1]
     install_vllm("0.21.0")
     (tmp_path / "q.jsonl").write_text('{"question": "Why?"}\n')
-    with pytest.raises(
-        ConfigError, match=rf"vLLM 0\.21\.0 runs code .*{re.escape(oldest)} and newer"
-    ):
+    with pytest.raises(ConfigError, match=rf"vLLM 0\.21\.0 runs code .*{re.escape(oldest)}"):
         generate(
             model="org/model",
             dataset=str(tmp_path / "q.jsonl"),
