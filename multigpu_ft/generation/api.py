@@ -25,7 +25,7 @@ from multigpu_ft.generation.fine_tuned import (
     count,
     find_on_hub,
     find_runs,
-    find_subjects,
+    find_fine_tuned,
     of_the_model,
 )
 from .prompts import load_questions
@@ -111,7 +111,7 @@ def _find_fine_tuned(
         return find_on_hub(hf_repo, model)
     runs = find_runs(run, run_root) if run is not None else []
     if runs or checkpoint is not None:
-        return find_subjects(runs[-1:], checkpoint, model, run_root)[-1]
+        return find_fine_tuned(runs[-1:], checkpoint, model, run_root)[-1]
     if model is None:
         raise ConfigError("no model given: pass run, model, checkpoint or hf_repo.")
     return None

@@ -7,13 +7,11 @@ __all__ = ['Terminated', 'Run']
 
 # %% ../../nbs/launcher/09_run.ipynb #54a0cfa4
 import shlex
-import shutil
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from multigpu_ft.display.panel import (
 )
 from ..display.plots import figures_as_png, loss_figure, save_png
 from .commands import changed_settings, recipe
+from .outputs import copy_to_kept
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
 from ..run.failures import ending, failure_of, tail
@@ -348,10 +347,5 @@ class Run:
             save_png(loss_figure(metrics, self.name), path)
         except OSError:  # a full disk, or one that may only be read
             return path if path.exists() else None
-        if (kept := Path(self.status.get("kept", ""))) not in (
-            Path(),
-            self.dir.path,
-        ) and kept.is_dir():
-            with suppress(OSError, shutil.Error):
-                shutil.copytree(path.parent, kept / path.parent.name, dirs_exist_ok=True)
+        copy_to_kept(self.dir, path.parent)
         return path

@@ -18,7 +18,7 @@ from multigpu_ft import CheckpointError, ConfigError, DataError, RunConfig, eval
 from multigpu_ft.data.tokenization import tokenize_chats
 from multigpu_ft.evaluation.plan import Plan, held_out_rows, named_rows
 from multigpu_ft.evaluation.scoring import score
-from multigpu_ft.generation.fine_tuned import export_subject, find_runs, find_subjects
+from multigpu_ft.generation.fine_tuned import find_fine_tuned, find_runs, fine_tuned_export
 from multigpu_ft.models.lora import add_adapter
 
 TRAINED, HELD_OUT = 32, 16  # of the 48 texts
@@ -81,12 +81,12 @@ def trained(material, tmp_path_factory):
 
 
 def plan(run, checkpoint=None, **settings):
-    subjects = find_subjects([run], checkpoint, None)
-    newest = subjects[-1]
+    models = find_fine_tuned([run], checkpoint, None)
+    newest = models[-1]
     return Plan(
         newest.config,
-        subjects,
-        held_out_rows(subjects)[0],
+        models,
+        held_out_rows(models)[0],
         label_names=newest.label_names,
         **settings,
     )
@@ -147,7 +147,7 @@ def test_losses_are_those_of_plain_transformers(trained, kind, alone):
     assert measured.target.rows.tolist() == list(range(TRAINED, TRAINED + HELD_OUT)), (
         "each example once"
     )
-    newest = made.subjects[0].name
+    newest = made.models[0].name
     for name, model in (("base", base), (newest, tuned)):
         expected, predicted = by_hand(model, tokenizer, cfg, rows_of(cfg), names)
         assert np.abs(measured.target.losses[name] - expected).max() < 1e-4, name
@@ -231,8 +231,8 @@ def test_ranks_agree_and_share_the_work(trained, alone, tmp_path):
 def test_a_model_is_no_better_than_itself(trained, alone, tmp_path):
     cfg = trained["full"].config()
     shutil.copytree(cfg.model, tmp_path / "twin")
-    subject = export_subject(tmp_path / "twin", base=cfg.model)
-    measured = score(Plan(cfg, [subject], named_rows(cfg, start_idx=TRAINED)))
+    fine_tuned = fine_tuned_export(tmp_path / "twin", base=cfg.model)
+    measured = score(Plan(cfg, [fine_tuned], named_rows(cfg, start_idx=TRAINED)))
     assert np.array_equal(measured.target.losses["base"], measured.target.losses["twin"])
     assert "The model twin changes nothing" in measured.about["remarks"][0]
 
@@ -249,9 +249,9 @@ def test_an_adapter_that_does_nothing_is_found(trained, alone, tmp_path):
     add_adapter(cfg, AutoModelForCausalLM.from_pretrained(cfg.model)).save_pretrained(
         tmp_path / "idle"
     )
-    subject = export_subject(tmp_path / "idle")
-    assert subject.config.model == cfg.model, "its own configuration tells the base"
-    both = [*find_subjects([trained["lora"]], None, None), subject]
+    fine_tuned = fine_tuned_export(tmp_path / "idle")
+    assert fine_tuned.config.model == cfg.model, "its own configuration tells the base"
+    both = [*find_fine_tuned([trained["lora"]], None, None), fine_tuned]
     measured = score(Plan(cfg, both, named_rows(cfg, start_idx=TRAINED)))
     assert (
         measured.about["adapter_active"] is False
@@ -267,19 +267,19 @@ def test_an_export_without_its_run_knows_base_and_data(trained, alone, tmp_path,
         monkeypatch.chdir(Path(trained[kind].config().dataset).parent)
         if kind == "full":
             with pytest.raises(ConfigError, match="name that with base="):
-                export_subject(tmp_path / kind)
-        subject = export_subject(
+                fine_tuned_export(tmp_path / kind)
+        fine_tuned = fine_tuned_export(
             tmp_path / kind, base=trained[kind].config().model if kind == "full" else None
         )
-        rows, why = held_out_rows([subject])
+        rows, why = held_out_rows([fine_tuned])
         inside = plan(trained[kind])
         assert (
-            subject.run is None
+            fine_tuned.run is None
             and (rows.start_idx, rows.end_idx) == (TRAINED, TRAINED + HELD_OUT)
             and "after all trained" in why
         )
         here, there = (
-            score(Plan(subject.config, [subject], rows, label_names=subject.label_names)),
+            score(Plan(fine_tuned.config, [fine_tuned], rows, label_names=fine_tuned.label_names)),
             score(inside),
         )
         for found, expected in zip(
@@ -292,16 +292,16 @@ def test_a_checkpoint_without_its_run(trained, alone, tmp_path, monkeypatch):
     run = trained["lora"]
     moved = shutil.copytree(run.checkpoints()[-1], tmp_path / run.checkpoints()[-1].name)
     with pytest.raises(ConfigError, match="name it with base="):
-        find_subjects([], str(moved), None)
+        find_fine_tuned([], str(moved), None)
     monkeypatch.chdir(Path(run.config().dataset).parent)
-    subjects = find_subjects([], str(moved), run.config().model)
-    assert subjects[0].run is None
+    models = find_fine_tuned([], str(moved), run.config().model)
+    assert models[0].run is None
     measured, inside = (
         score(
             Plan(
-                subjects[0].config.replace(max_length=32),
-                subjects,
-                held_out_rows(subjects)[0].replace(max_length=32),
+                models[0].config.replace(max_length=32),
+                models,
+                held_out_rows(models)[0].replace(max_length=32),
             )
         ),
         score(plan(run)),
@@ -314,7 +314,7 @@ def test_a_checkpoint_without_its_run(trained, alone, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "kind, wanted, words",
     [
-        (ConfigError, {"run": "runs/nothing"}, "no run directory or folder of runs there"),
+        (ConfigError, {"run": "runs/nothing"}, "no run directory or folder of runs"),
         (ConfigError, {}, "nothing to evaluate"),
         (CheckpointError, {"checkpoint": "model_0-99"}, "available: model_0-32"),
         (DataError, {"start_idx": 48}, "highest start_idx is 47"),
@@ -334,15 +334,15 @@ def test_what_cannot_be_is_told_before_a_process_starts(trained, tmp_path, kind,
 
 
 def test_what_does_not_belong_together_is_told(trained, alone, tmp_path):
-    subjects = find_subjects([trained["full"]], None, None)
+    models = find_fine_tuned([trained["full"]], None, None)
     rows = named_rows(trained["full"].config(), start_idx=TRAINED)
     with pytest.raises(
         CheckpointError,
         match="trained on the tokens of another tokenizer than that of builtin:opt-tiny",
     ):
-        score(Plan(RunConfig(max_length=32), subjects, rows))
+        score(Plan(RunConfig(max_length=32), models, rows))
     (tmp_path / "plain.jsonl").write_text('{"text": "w1 w2"}\n' * 4)
-    labelled = find_subjects([trained["labels"]], None, None)
+    labelled = find_fine_tuned([trained["labels"]], None, None)
     with pytest.raises(DataError, match="has no field 'label'"):
         score(
             Plan(
@@ -357,7 +357,7 @@ def test_what_does_not_belong_together_is_told(trained, alone, tmp_path):
     shard = next(damaged.glob("rank*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="bytes instead of"):
-        score(Plan(subjects[0].config, find_subjects([], str(damaged), "x"), rows))
+        score(Plan(models[0].config, find_fine_tuned([], str(damaged), "x"), rows))
 
 
 @pytest.mark.slow
@@ -383,7 +383,7 @@ def test_the_recipe_under_papermill(trained, tmp_path):
     wrong = papermill(
         NBS / "evaluate.ipynb", tmp_path / "wrong.ipynb", "-p", "run", "runs/nothing", cwd=tmp_path
     )
-    assert wrong.returncode != 0 and "no run directory or folder of runs there" in outputs(
+    assert wrong.returncode != 0 and "no run directory or folder of runs" in outputs(
         tmp_path / "wrong.ipynb"
     )
 

@@ -45,7 +45,7 @@ from multigpu_ft.deploy.kubernetes_resources import Resources
 from multigpu_ft.display.plots import Curve
 from multigpu_ft.distributed.deepspeed_config import read_zero_config, zero_settings
 from multigpu_ft.generation import completions
-from multigpu_ft.generation.fine_tuned import find_runs, newest_subject
+from multigpu_ft.generation.fine_tuned import find_runs, newest_fine_tuned
 from multigpu_ft.generation.prompts import load_questions
 from multigpu_ft.hub.repository import is_name, parse_commit, parse_hub
 from multigpu_ft.hub.upload import read_record
@@ -1277,7 +1277,7 @@ READERS = {
     "assignment": lambda run, cfg: completions.GenerationJob.read(run),
     "error": lambda run, cfg: read_error(run.error_file(0)),
     "beat": lambda run, cfg: read_beat(run.beat_file(0)),
-    "subject": lambda run, cfg: newest_subject(run),
+    "subject": lambda run, cfg: newest_fine_tuned(run),
     "evaluated": lambda run, cfg: find_runs(run.path),
     "failure": lambda run, cfg: failure_of(run, {**FAILURE, **(run.status().get("failure") or {})}),
 }
