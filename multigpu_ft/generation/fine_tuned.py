@@ -99,7 +99,7 @@ def fine_tuned_checkpoint(path: Path, base: str | None = None) -> FineTuned:
     run = _run_of(path)
     if not run and not base and is_local(stored["model"]):
         raise ConfigError(
-            f"{path} was made from a local model, {stored['model']!r}, and its run is gone: "
+            f"{path} was made from a local model ({stored['model']}), and its run is gone: "
             "pass that model's folder as base=."
         )
     status = run.status() if run else {}
