@@ -139,7 +139,7 @@ def test_kaggles_kernels_train_and_evaluate(folder):
         folder,
         {"run": "runs/opt-tiny_0-120", "end_idx": 200, "samples": 1},
     )
-    assert "nats a token" in shown and (folder / "report" / "evaluation.html").exists()
+    assert "nats per token" in shown and (folder / "report" / "evaluation.html").exists()
 
 
 def test_kaggles_kernel_makes_wheels_of_a_checkout(folder):

@@ -10,6 +10,7 @@ __all__ = ['BETTER', 'WORSE', 'NO_DIFFERENCE', 'ROUNDING', 'Scores', 'Measured',
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,76 +29,69 @@ from multigpu_ft.evaluation.statistics import (
 # %% ../../nbs/evaluation/03_comparison.ipynb #b2c054d5
 @dataclass(frozen=True)
 class Scores:
-    "What one or several models made of the same `n` examples."
+    "The scores of one or several models on the same `n` examples."
 
     dataset: str
     start_idx: int  # rows of the dataset
     end_idx: int
-    rows: np.ndarray  # int64[n], the row of each example
-    lengths: np.ndarray  # int64[n], its tokens
-    targets: np.ndarray  # int64[n], how many of them count in the loss; of a labelled text 1
-    losses: dict[str, np.ndarray]  # by model: float64[n], the summed loss of an example in nats
+    rows: np.ndarray  # int64[n], row of each example
+    lengths: np.ndarray  # int64[n], tokens of each example
+    targets: np.ndarray  # int64[n], tokens that count in the loss; 1 for a labelled text
+    losses: dict[str, np.ndarray]  # model: float64[n], summed loss of each example in nats
     labels: np.ndarray | None = None  # int64[n]
-    predicted: dict[str, np.ndarray] = field(default_factory=dict)  # by model: int64[n]
+    predicted: dict[str, np.ndarray] = field(default_factory=dict)  # model: int64[n]
 
     def __post_init__(self) -> None:
-        arrays = {
-            "lengths": self.lengths,
-            "targets": self.targets,
-            "labels": self.labels,
-            **self.losses,
-            **self.predicted,
-        }
-        if wrong := {
-            name: np.shape(a)
-            for name, a in arrays.items()
-            if a is not None and np.shape(a) != np.shape(self.rows)
-        }:
+        arrays = {"lengths": self.lengths, "targets": self.targets, **self.losses, **self.predicted}
+        if self.labels is not None:
+            arrays["labels"] = self.labels
+        shapes = {name: np.shape(array) for name, array in arrays.items()}
+        wrong = {name: shape for name, shape in shapes.items() if shape != np.shape(self.rows)}
+        if wrong:
             raise ValueError(
-                f"{self.dataset}: there are {len(self.rows):,} examples, but arrays of other shapes: {wrong}."
+                f"{self.dataset}: expected arrays of {len(self.rows):,} examples, got shapes {wrong}."
             )
 
 
 @dataclass(frozen=True)
 class Measured:
-    "All that an evaluation measured. Models are named `base` and by their checkpoint, in the order in which they were trained."
+    """All scores of an evaluation.
+
+    `models` has the name, the path and the rows trained on (`trained`, as in the slice ledger) of
+    each model, in the order in which they were trained; the first is `base`. A sample is
+    `{"prompt": str, "texts": {model: str}}`. `about` has settings and checks: max_length, dtype,
+    world_size, adapter_active, remarks (a list of sentences) and more."""
 
     task: str
-    models: list[
-        dict[str, Any]
-    ]  # name, where it lies, rows it was trained on (`trained`, as in the slice ledger); the first one is the base
+    models: list[dict[str, Any]]
     target: Scores
     forgetting: Scores | None = None
-    samples: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # prompt, and by model what it wrote: {"prompt": str, "texts": {name: str}}
+    samples: list[dict[str, Any]] = field(default_factory=list)
     label_names: list[str] | None = None
-    about: dict[str, Any] = field(
-        default_factory=dict
-    )  # settings and checks: max_length, dtype, world_size, adapter_active, remarks (list of sentences) ...
+    about: dict[str, Any] = field(default_factory=dict)
 
 # %% ../../nbs/evaluation/03_comparison.ipynb #15434951
 BETTER, WORSE, NO_DIFFERENCE = "better", "worse", "no difference shown"
-ROUNDING = 1e-4  # nats a token
+ROUNDING = 1e-4  # nats per token
 _FORGETTING = {BETTER: "better", WORSE: "forgets", NO_DIFFERENCE: "no forgetting shown"}
 
 
 @dataclass(frozen=True)
 class Difference:
-    "One model against an earlier one on the same examples. Below 0 a loss fell; above 0 an accuracy rose."
+    "One model compared with an earlier one on the same examples; the numbers are later minus earlier."
 
     verdict: str
-    text: str  # why, in words and numbers
-    loss: ConfidenceInterval | None = None  # nats a token; of labelled texts nats a text
+    text: str  # the reason, in words and numbers
+    loss: ConfidenceInterval | None = None  # nats per token, or per labelled text
     accuracy: ConfidenceInterval | None = None
-    gained: int | None = None  # texts that are right now and were wrong
-    lost: int | None = None
+    gained: int | None = None  # texts now labelled right that were wrong
+    lost: int | None = None  # texts now labelled wrong that were right
     p_value: float | None = None  # McNemar's
 
 
 @dataclass(frozen=True)
 class Result:
-    "One model on one set. `loss` is `None` if it is not finite on some example."
+    "One model on one data set. `loss` is None if it is not finite on some example."
 
     name: str
     loss: ConfidenceInterval | None
@@ -109,79 +103,75 @@ class Result:
 
 
 def perplexity(loss: float) -> float:
-    "Of a loss in nats a token."
+    "Return the perplexity of a loss in nats per token."
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def _plain(value: float, digits: int = 3) -> str:
-    "Without an exponent as long as one can read it."
-    return (
-        f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
-        if 1e-6 <= abs(value) < 1e9
-        else f"{value:.{digits}g}"
-    )
+    "Format a number with `digits` significant digits, without an exponent if it stays readable."
+    if not 1e-6 <= abs(value) < 1e9:
+        return f"{value:.{digits}g}"
+    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
 
 
 def decimals(estimate: ConfidenceInterval) -> int:
-    "So many that the interval has two figures, at least three."
-    half = (
-        (estimate.high - estimate.low) / 2
-        if estimate.low is not None and estimate.high is not None
-        else 0
-    )
-    return min(6, max(3, 1 - math.floor(math.log10(half)))) if half > 0 else 3
+    "Return how many decimals show two digits of the interval, from three to six."
+    if estimate.low is None or estimate.high is None or estimate.high <= estimate.low:
+        return 3
+    half = (estimate.high - estimate.low) / 2
+    return min(6, max(3, 1 - math.floor(math.log10(half))))
 
 
 def _loss_text(
     change: ConfidenceInterval, before: ConfidenceInterval, after: ConfidenceInterval, unit: str
 ) -> tuple[str, str]:
-    "Verdict and words about a change of loss."
+    "Return the verdict on a change of loss, and the reason."
     falls = change.value < 0
     amount, places = abs(change.value), decimals(change)
     shown = f"{amount:.{places}f}" if amount >= 0.5 * 10**-places else f"{amount:.1g}"
-    said = f"the loss {'falls' if falls else 'rises'} by {shown} nats a {unit}"
-    around = (
-        f", perplexity {_plain(perplexity(before.value))} -> {_plain(perplexity(after.value))}"
-        if unit == "token"
-        else ""
-    )
+    said = f"the loss {'falls' if falls else 'rises'} by {shown} nats per {unit}"
+    around = ""
+    if unit == "token":
+        values = (_plain(perplexity(loss.value)) for loss in (before, after))
+        around = f", perplexity {' -> '.join(values)}"
     if change.value == change.low == change.high == 0:
         return NO_DIFFERENCE, "the loss is the same on every example"
     if change.low is None or change.high is None:
-        return NO_DIFFERENCE, f"{said}{around}, but it takes {FEWEST} examples for an interval"
+        return NO_DIFFERENCE, f"{said}{around}, but an interval needs {FEWEST} examples"
     if amount < ROUNDING:
-        return NO_DIFFERENCE, f"{said}, which is not more than rounding can make ({ROUNDING:g})"
+        return NO_DIFFERENCE, f"{said}, which is within rounding error ({ROUNDING:g})"
     if change.excludes_zero:
         low, high = sorted((abs(change.low), abs(change.high)))
-        return (
-            BETTER if falls else WORSE,
-            f"{said} ({CONFIDENCE:.0%} interval {low:.{places}f} to {high:.{places}f}){around}",
-        )
-    interval = f"{change.low:+.{places}f} to {change.high:+.{places}f}"
-    return (
-        NO_DIFFERENCE,
-        f"{said}{around}, but the {CONFIDENCE:.0%} interval of the change, {interval}, has 0 inside",
+        interval = f"({CONFIDENCE:.0%} interval {low:.{places}f} to {high:.{places}f})"
+        return BETTER if falls else WORSE, f"{said} {interval}{around}"
+    interval = (
+        f"the {CONFIDENCE:.0%} interval {change.low:+.{places}f} to {change.high:+.{places}f}"
     )
+    return NO_DIFFERENCE, f"{said}{around}, but {interval} contains 0"
 
 
 def _accuracy_text(
     change: ConfidenceInterval, before: float, after: float, gained: int, lost: int, p_value: float
 ) -> tuple[str, str]:
-    verdict = NO_DIFFERENCE if p_value >= 1 - CONFIDENCE else BETTER if gained > lost else WORSE
-    interval = (
-        f" ({CONFIDENCE:.0%} interval {100 * change.low:+.1f} to {100 * change.high:+.1f})"
-        if change.low is not None and change.high is not None
-        else ""
-    )
-    chance = ", as chance would have it" if verdict == NO_DIFFERENCE else ""
+    "Return the verdict on a change of accuracy, and the reason."
+    verdict, chance = BETTER if gained > lost else WORSE, ""
+    if p_value >= 1 - CONFIDENCE:
+        verdict, chance = NO_DIFFERENCE, ", which chance can explain"
+    points, interval = change.percent, ""
+    if points.low is not None and points.high is not None:
+        interval = f" ({CONFIDENCE:.0%} interval {points.low:+.1f} to {points.high:+.1f})"
     return verdict, (
-        f"accuracy {before:.1%} -> {after:.1%}, {100 * change.value:+.1f} points{interval}: "
-        f"{gained:,} texts are right that were wrong, {lost:,} wrong that were right{chance} (McNemar p = {p_value:.2g})"
+        f"accuracy {before:.1%} -> {after:.1%}, {points.value:+.1f} points{interval}: "
+        f"{gained:,} texts are right that were wrong, {lost:,} wrong that were right"
+        f"{chance} (McNemar p = {p_value:.2g})"
     )
 
 # %% ../../nbs/evaluation/03_comparison.ipynb #67c80d07
 class Comparison:
-    "What models make of one set: `results`, one a model, of the same `count` examples; `remarks` about what was left out."
+    """All models on one data set.
+
+    `results` has one entry per model, on the same `count` examples; `remarks` says which examples
+    are left out."""
 
     def __init__(self, scored: Scores, names: list[str], task: str, num_labels: int = 0) -> None:
         self.scores, self.names = scored, names
@@ -189,74 +179,64 @@ class Comparison:
         finite = {name: np.isfinite(scored.losses[name]) for name in names}
         has_target = scored.targets > 0
         self.kept = has_target & finite[names[0]]
-        self.targets, self.lengths = (
-            scored.targets[self.kept].astype(float),
-            scored.lengths[self.kept],
-        )
+        self.targets = scored.targets[self.kept].astype(float)
+        self.lengths = scored.lengths[self.kept]
         self.losses = {name: scored.losses[name][self.kept] for name in names}
         self.remarks = self._left_out(~has_target, "with nothing to predict")
         self.remarks += self._left_out(
             has_target & ~finite[names[0]], f"on which the loss of {names[0]} is not finite"
         )
-        self.results: list[Result] = []
+        self.confusions: dict[str, np.ndarray] = {}
         if task == "classification" and scored.labels is not None:
-            num_labels = num_labels or 1 + max(
-                int(a.max(initial=0)) for a in (scored.labels, *scored.predicted.values())
-            )
+            numbers = (scored.labels, *scored.predicted.values())
+            num_labels = num_labels or 1 + max(int(a.max(initial=0)) for a in numbers)
             self.confusions = {name: self._confusion(name, num_labels) for name in names}
-        else:
-            self.confusions = {}
-        whole = [name for name in names if np.isfinite(self.losses[name]).all()]
-        pairs = list(
-            dict.fromkeys(
-                pair
-                for i, name in enumerate(names)
-                if i
-                for pair in ((name, names[0]), (name, names[i - 1]))
-                if set(pair) <= set(whole)
-            )
+        self._estimates = self._estimate_losses()
+        self.results = [self._result(number) for number in range(len(names))]
+
+    def _estimate_losses(self) -> dict[Any, ConfidenceInterval]:
+        "Return the loss of each model, and its difference to the base and the model before it."
+        finite = [name for name in self.names if np.isfinite(self.losses[name]).all()]
+        pairs = []
+        for previous, name in pairwise(self.names):
+            pairs += [(name, self.names[0]), (name, previous)]
+        pairs = [pair for pair in dict.fromkeys(pairs) if set(pair) <= set(finite)]
+        columns = [self.losses[name] for name in finite]
+        columns += [self.losses[a] - self.losses[b] for a, b in pairs]
+        if not self.count or not columns:
+            return {}
+        found = ratio_estimates(np.stack(columns, axis=1), self.targets)
+        return dict(zip([*finite, *pairs], found, strict=True))
+
+    def _result(self, number: int) -> Result:
+        name, accuracy, f1 = self.names[number], None, None
+        if name in self.confusions and self.count:
+            confusion = self.confusions[name]
+            accuracy = share_estimate(int(np.trace(confusion)), self.count)
+            f1 = scores(confusion)["f1"]
+        return Result(
+            name,
+            self._estimates.get(name),
+            int((~np.isfinite(self.losses[name])).sum()),
+            accuracy,
+            f1,
+            self._difference(name, self.names[0]) if number else None,
+            self._difference(name, self.names[number - 1]) if number else None,
         )
-        columns = [self.losses[name] for name in whole] + [
-            self.losses[a] - self.losses[b] for a, b in pairs
-        ]
-        found = (
-            ratio_estimates(np.stack(columns, axis=1), self.targets)
-            if self.count and columns
-            else []
-        )
-        self._estimates: dict[Any, ConfidenceInterval] = dict(
-            zip([*whole, *pairs], found, strict=False)
-        )
-        for i, name in enumerate(names):
-            confusion = self.confusions.get(name)
-            self.results.append(
-                Result(
-                    name,
-                    self._estimates.get(name),
-                    int((~np.isfinite(self.losses[name])).sum()),
-                    None
-                    if confusion is None or not self.count
-                    else share_estimate(int(np.trace(confusion)), self.count),
-                    None if confusion is None or not self.count else scores(confusion)["f1"],
-                    self._difference(name, names[0]) if i else None,
-                    self._difference(name, names[i - 1]) if i else None,
-                )
-            )
 
     def _left_out(self, which: np.ndarray, why: str) -> list[str]:
         rows = self.scores.rows[which]
         if not len(rows):
             return []
         named = ", ".join(f"{row}" for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
-        return [
-            f"{self.scores.dataset}: without {len(rows):,} of {len(which):,} examples, {why} (row{'s' * (len(rows) != 1)} {named})."
-        ]
+        count = f"{len(rows):,} of {len(which):,} examples"
+        plural = "s" if len(rows) != 1 else ""
+        return [f"{self.scores.dataset}: without {count}, {why} (row{plural} {named})."]
 
     def _confusion(self, name: str, num_labels: int) -> np.ndarray:
         confusion = np.zeros((num_labels, num_labels))
-        np.add.at(
-            confusion, (self.scores.labels[self.kept], self.scores.predicted[name][self.kept]), 1
-        )
+        labels, predicted = self.scores.labels[self.kept], self.scores.predicted[name][self.kept]
+        np.add.at(confusion, (labels, predicted), 1)
         return confusion
 
     def _difference(self, name: str, before: str) -> Difference:
@@ -264,49 +244,33 @@ class Comparison:
             return Difference(NO_DIFFERENCE, "no example is left to compare")
         bad_before, bad = (int((~np.isfinite(self.losses[n])).sum()) for n in (before, name))
         if bad_before:
-            return Difference(
-                NO_DIFFERENCE,
-                f"the loss of {before} is not finite on {bad_before:,} of {self.count:,} examples: nothing to compare with",
-            )
+            where = f"{bad_before:,} of {self.count:,} examples"
+            text = f"the loss of {before} is not finite on {where}: nothing to compare with"
+            return Difference(NO_DIFFERENCE, text)
         if bad:
-            return Difference(
-                WORSE,
-                f"its loss is not finite on {bad:,} of {self.count:,} examples, on which that of {before} is",
-            )
+            where = f"{bad:,} of {self.count:,} examples"
+            text = f"its loss is not finite on {where}, on which that of {before} is"
+            return Difference(WORSE, text)
         change = self._estimates[name, before]
-        verdict, text = _loss_text(
-            change, self._estimates[before], self._estimates[name], self.unit
-        )
+        losses = (self._estimates[before], self._estimates[name])
+        verdict, text = _loss_text(change, *losses, self.unit)
         extra: dict[str, Any] = {}
         if self.confusions:
-            labels, after, earlier = (
-                a[self.kept]
-                for a in (
-                    self.scores.labels,
-                    self.scores.predicted[name],
-                    self.scores.predicted[before],
-                )
-            )
-            gained, lost = (
-                int(((after == labels) & (earlier != labels)).sum()),
-                int(((after != labels) & (earlier == labels)).sum()),
-            )
-            shares, p_value = share_difference(gained, lost, self.count), mcnemar(gained, lost)
-            verdict, about = _accuracy_text(
-                shares,
-                float((earlier == labels).mean()),
-                float((after == labels).mean()),
-                gained,
-                lost,
-                p_value,
-            )
-            text, extra = (
-                f"{about}; {text}",
-                {"accuracy": shares, "gained": gained, "lost": lost, "p_value": p_value},
-            )
-        return Difference(
-            verdict, f"{text}, on {self.count:,} example{'s' * (self.count != 1)}", change, **extra
-        )
+            verdict, reason, extra = self._accuracy_difference(name, before)
+            text = f"{reason}; {text}"
+        examples = f"{self.count:,} example{'s' if self.count != 1 else ''}"
+        return Difference(verdict, f"{text}, on {examples}", change, **extra)
+
+    def _accuracy_difference(self, name: str, before: str) -> tuple[str, str, dict[str, Any]]:
+        labels = self.scores.labels[self.kept]
+        right = self.scores.predicted[name][self.kept] == labels
+        was_right = self.scores.predicted[before][self.kept] == labels
+        gained, lost = int((right & ~was_right).sum()), int((~right & was_right).sum())
+        change, p_value = share_difference(gained, lost, self.count), mcnemar(gained, lost)
+        accuracies = float(was_right.mean()), float(right.mean())
+        verdict, text = _accuracy_text(change, *accuracies, gained, lost, p_value)
+        numbers = {"accuracy": change, "gained": gained, "lost": lost, "p_value": p_value}
+        return verdict, text, numbers
 
     @property
     def count(self) -> int:
@@ -317,36 +281,34 @@ class Comparison:
         return self.results[-1]
 
     def change(self, name: str | None = None) -> np.ndarray:
-        "float[count]: what each example's loss changed by from the base to `name`, the newest, in nats a token (or text)."
+        """Return the change of each example's loss, `float[count]`, in nats per token (or text).
+
+        It is from the base to `name`, by default the newest model."""
         return (self.losses[name or self.names[-1]] - self.losses[self.names[0]]) / self.targets
 
     def by_length(self, bins: int = 6, draws: int = 2000) -> list[dict[str, Any]]:
-        """Loss of base and newest model in up to `bins` classes of lengths with about as many examples each.
+        """Return the losses of the base and the newest model in up to `bins` classes of lengths.
 
-        A class has `from` and `to` (tokens), `examples`, and as `ConfidenceInterval` `base`, `newest` and `change`."""
+        The classes have about the same number of examples. Each has `from` and `to` (tokens),
+        `examples`, and the `ConfidenceInterval`s `base`, `newest` and `change`."""
         bins = max(1, min(bins, self.count // (2 * FEWEST)))
         first, last = self.losses[self.names[0]], self.losses[self.names[-1]]
         if not self.count or not np.isfinite(last).all():
             return []
-        edges = np.unique(
-            np.quantile(self.lengths, np.arange(1, bins) / bins, method="inverted_cdf")
-        )
-        place, classes = np.searchsorted(edges, self.lengths, side="left"), []
-        for number in np.unique(place):
-            inside = place == number
-            found = ratio_estimates(
-                np.stack([first, last, last - first], axis=1)[inside], self.targets[inside], draws
-            )
-            lengths, estimates = (
-                self.lengths[inside],
-                dict(zip(("base", "newest", "change"), found, strict=True)),
-            )
+        quantiles = np.arange(1, bins) / bins
+        edges = np.unique(np.quantile(self.lengths, quantiles, method="inverted_cdf"))
+        bin_numbers, classes = np.searchsorted(edges, self.lengths, side="left"), []
+        values = np.stack([first, last, last - first], axis=1)
+        for number in np.unique(bin_numbers):
+            inside = bin_numbers == number
+            lengths = self.lengths[inside]
+            found = ratio_estimates(values[inside], self.targets[inside], draws)
             classes.append(
                 {
                     "from": int(lengths.min()),
                     "to": int(lengths.max()),
-                    "examples": int(inside.sum()),
-                    **estimates,
+                    "examples": len(lengths),
+                    **dict(zip(("base", "newest", "change"), found, strict=True)),
                 }
             )
         return classes
@@ -357,7 +319,7 @@ def _span(start: int, end: int) -> str:
 
 
 def trained_spans(model: dict[str, Any]) -> list[tuple[int, int]]:
-    "The rows that `model` was trained on, from its slice ledger, as ranges that neither touch nor overlap."
+    "Return the rows that `model` was trained on as disjoint ranges, from its slice ledger."
     spans: list[tuple[int, int]] = []
     for start, end in sorted((s["start_idx"], s["end_idx"]) for s in model.get("trained") or []):
         if spans and start <= spans[-1][1]:
@@ -368,31 +330,27 @@ def trained_spans(model: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def texts_seen(model: dict[str, Any]) -> float:
-    "How many texts `model` was trained on, each counted once an epoch."
+    "Return how many texts `model` was trained on, each counted once per epoch."
     seen = 0.0
     for s in model.get("trained") or []:
-        part = (
-            s["position"] / s["num_rows"] if 0 < s.get("position", 0) < s.get("num_rows", 0) else 0
-        )
-        seen += (s["end_idx"] - s["start_idx"]) * (s.get("epochs", 1) + part)
+        epochs = s.get("epochs", 1)
+        if 0 < s.get("position", 0) < s.get("num_rows", 0):  # in the middle of an epoch
+            epochs += s["position"] / s["num_rows"]
+        seen += (s["end_idx"] - s["start_idx"]) * epochs
     return seen
 
 
 class Compared:
-    "The models of an evaluation held against their base, on all its sets: `target`, `forgetting`, a verdict on each, and `remarks`."
+    "The models of an evaluation compared with their base: `target`, `forgetting`, and `remarks`."
 
     def __init__(self, measured: Measured) -> None:
         self.measured = measured
-        names, labels = (
-            [model["name"] for model in measured.models],
-            len(measured.label_names or []),
-        )
-        self.target = Comparison(measured.target, names, measured.task, labels)
-        self.forgetting = (
-            Comparison(measured.forgetting, names, measured.task, labels)
-            if measured.forgetting
-            else None
-        )
+        names = [model["name"] for model in measured.models]
+        num_labels = len(measured.label_names or [])
+        self.target = Comparison(measured.target, names, measured.task, num_labels)
+        self.forgetting: Comparison | None = None
+        if measured.forgetting:
+            self.forgetting = Comparison(measured.forgetting, names, measured.task, num_labels)
 
     @property
     def verdict(self) -> str:
@@ -400,96 +358,82 @@ class Compared:
 
     @property
     def _seen(self) -> int:
-        "How many examples of the target set the newest model was trained on."
+        "Return how many examples of the target set the newest model was trained on."
         about, rows = self.measured.about, self.measured.target.rows
         if about.get("trained_dataset") != self.measured.target.dataset:
             return 0
-        return int(
-            np.any(
-                [
-                    (rows >= start) & (rows < end)
-                    for start, end in trained_spans(self.measured.models[-1])
-                ],
-                axis=0,
-            ).sum()
-        )
+        spans = trained_spans(self.measured.models[-1])
+        return int(np.any([(rows >= start) & (rows < end) for start, end in spans], axis=0).sum())
 
     @cached_property
     def warnings(self) -> list[str]:
-        "What makes the verdict one about something else."
+        "Return the reasons why the verdict does not say what it seems to."
         found = []
         if self.measured.about.get("adapter_active") is False:
             found.append("THE ADAPTER IS NOT ACTIVE, so the base is compared with itself")
         if self._seen:
-            found.append(
-                f"TRAINED ON {self._seen:,} OF THE {len(self.measured.target.rows):,} EXAMPLES IT IS MEASURED ON, so this shows what it remembers"
-            )
+            of = f"{self._seen:,} OF THE {len(self.measured.target.rows):,} EXAMPLES"
+            found.append(f"TRAINED ON {of} IT IS SCORED ON, so this shows what it remembers")
         return found
 
     @cached_property
     def headline(self) -> str:
-        "The verdict on the target set in a line."
+        "Return the verdict on the target set in one line."
         to_base = self.target.newest.to_base
-        return ". ".join(
-            [
-                *self.warnings,
-                f"{self.verdict}: {to_base.text if to_base else 'only one model was measured'}",
-            ]
-        )
+        reason = to_base.text if to_base else "only one model was scored"
+        return ". ".join([*self.warnings, f"{self.verdict}: {reason}"])
 
     @cached_property
     def forgetting_line(self) -> str:
-        "The verdict on the second set in a line; empty if there is none."
+        "Return the verdict on the forgetting set in one line; empty if there is none."
         to_base = self.forgetting.newest.to_base if self.forgetting else None
         if not to_base:
             return ""
         too = " too" if to_base.verdict == self.verdict == BETTER else ""
-        return f"{_FORGETTING[to_base.verdict]} on {self.forgetting.scores.dataset}{too}: {to_base.text}"
+        verdict, dataset = _FORGETTING[to_base.verdict], self.forgetting.scores.dataset
+        return f"{verdict} on {dataset}{too}: {to_base.text}"
 
     @cached_property
     def summary(self) -> str:
-        "Both verdicts in a paragraph: which model, on what, how much."
-        first, last, target = (
-            self.measured.models[0]["name"],
-            self.measured.models[-1],
-            self.measured.target,
-        )
+        "Return both verdicts in a paragraph: which model, on which data, by how much."
+        first, last = self.measured.models[0]["name"], self.measured.models[-1]
         spans = ", ".join(_span(*s) for s in trained_spans(last))
-        of = (
-            f" of {self.measured.about['trained_dataset']}"
-            if self.measured.about.get("trained_dataset")
-            else ""
-        )
+        trained_dataset = self.measured.about.get("trained_dataset")
+        of = f" of {trained_dataset}" if trained_dataset else ""
         trained = f", trained on rows {spans}{of}," if spans else ""
-        said = f"{last['name']}{trained} against {first} on {target.dataset}, rows {_span(target.start_idx, target.end_idx)}: {self.headline}."
+        target = self.measured.target
+        rows = f"{target.dataset}, rows {_span(target.start_idx, target.end_idx)}"
+        said = f"{last['name']}{trained} against {first} on {rows}: {self.headline}."
         line = self.forgetting_line
         return f"{said} {line[0].upper()}{line[1:]}." if line else said
 
     @cached_property
     def remarks(self) -> list[str]:
-        "What else there is to know, a sentence each."
+        "Return what else there is to know, one sentence each."
         found = list(self.measured.about.get("remarks") or [])
         for comparison in filter(None, (self.target, self.forgetting)):
+            dataset = comparison.scores.dataset
             found += comparison.remarks
-            to_base = comparison.newest.to_base
-            if (
-                to_base
-                and to_base.accuracy
-                and to_base.loss
-                and to_base.loss.excludes_zero
-                and to_base.loss.value * to_base.accuracy.value > 0
-            ):
+            if _disagree(comparison.newest.to_base):
                 found.append(
-                    f"{comparison.scores.dataset}: accuracy and loss disagree. Where both rise, wrong answers are given with more confidence."
+                    f"{dataset}: accuracy and loss disagree. If both rise, the model gives wrong "
+                    "answers with more confidence."
                 )
             for result in comparison.results[1:-1]:
                 if result.not_finite:
-                    found.append(
-                        f"{comparison.scores.dataset}: the loss of {result.name} is not finite on {result.not_finite:,} examples."
-                    )
+                    where = f"{result.not_finite:,} examples"
+                    found.append(f"{dataset}: the loss of {result.name} is not finite on {where}.")
         if len(self.measured.models) > 2:
             found.append(
-                f"The verdict is about the newest of {len(self.measured.models) - 1} models. One interval in twenty misses what it should hold, "
-                "so the best row of several is flattered by being chosen; measure it again on other rows before relying on it."
+                f"The verdict is about the newest of {len(self.measured.models) - 1} models. One "
+                "interval in twenty misses the true value, so the best of several models looks "
+                "better than it is; evaluate it on other rows before relying on it."
             )
         return found
+
+
+def _disagree(change: Difference | None) -> bool:
+    "Return whether loss and accuracy both rise, or both fall."
+    if not change or not change.accuracy or not change.loss:
+        return False
+    return change.loss.excludes_zero and change.loss.value * change.accuracy.value > 0

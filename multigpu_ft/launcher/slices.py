@@ -143,7 +143,7 @@ class Slices:
         return runs[-1].state if runs and runs[-1].state != "done" else "to do"
 
     def table(self) -> list[dict[str, Any]]:
-        "A row for each slice. Losses are means over its first and last 10 logged steps, in nats a token; `runs` counts the attempts."
+        "A row for each slice. Losses are means over its first and last 10 logged steps, in nats per token; `runs` counts the attempts."
         rows, merged = [], merged_metrics(self.runs())
         for start, end in self.bounds:
             runs = self.runs(start)

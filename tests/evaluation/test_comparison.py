@@ -236,15 +236,15 @@ def test_rounding_is_no_difference():
 def test_the_words_have_the_numbers():
     found = verdict(made_up(falls=(0.2,)))
     number = r"\d\.\d{3,4}"
-    pattern = rf"the loss falls by ({number}) nats a token \(95% interval ({number}) to ({number})\), perplexity ([\d.]+) -> ([\d.]+), on 400 examples"
+    pattern = rf"the loss falls by ({number}) nats per token \(95% interval ({number}) to ({number})\), perplexity ([\d.]+) -> ([\d.]+), on 400 examples"
     value, low, high, before, after = map(float, re.fullmatch(pattern, found.text).groups())
     assert (
         value == pytest.approx(-found.loss.value, abs=6e-4)
         and low < value < high
         and np.log(before / after) == pytest.approx(value, abs=5e-3)
     )
-    assert verdict(made_up(falls=(-0.2,))).text.startswith("the loss rises by 0.191 nats a token")
-    assert "has 0 inside" in verdict(made_up(falls=(0.0,), seed=2)).text
+    assert verdict(made_up(falls=(-0.2,))).text.startswith("the loss rises by 0.191 nats per token")
+    assert "contains 0" in verdict(made_up(falls=(0.0,), seed=2)).text
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 9])
