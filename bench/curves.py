@@ -71,5 +71,6 @@ out.parent.mkdir(exist_ok=True)
 save_png(figure, out)
 print(
     out,
-    f"largest relative difference: {max(abs(a[1] - b[1]) / b[1] for c in curves.values() for a, b in zip(c, reference, strict=True)):.1e}",
+    "largest relative difference: "
+    f"{max(abs(a[1] - b[1]) / b[1] for c in curves.values() for a, b in zip(c, reference, strict=True)):.1e}",
 )

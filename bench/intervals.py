@@ -232,7 +232,8 @@ def main():
         (NO_DIFFERENCE, r) for r in results["nothing_to_find"]
     ]:
         print(
-            f"{row['shape']}, {row['examples']} examples, true change {row['true_change']}: {row.get(kind, 0):.1%} {kind}"
+            f"{row['shape']}, {row['examples']} examples, true change {row['true_change']}: "
+            f"{row.get(kind, 0):.1%} {kind}"
         )
 
 

@@ -163,7 +163,8 @@ LAUNCHERS = {
     ),
     "Lightning": (
         WORK + LIGHTNING,
-        'trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp_notebook", max_epochs=1, logger=False, enable_checkpointing=False,\n'
+        'trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp_notebook", '
+        "max_epochs=1, logger=False, enable_checkpointing=False,\n"
         "                            enable_progress_bar=False, enable_model_summary=False)\n"
         'trainer.fit(Module("{what}", "{marks}"), torch.utils.data.DataLoader(torch.ones(2, 1)))\n'
         'print("returned", trainer.callback_metrics["sum"].item())',
@@ -614,7 +615,8 @@ def main():
                     finally:
                         trial.close()
                 print(
-                    f"{name}, {number} {SCENARIOS[number][0]}: {told(number, seen[-1:])}  ({time.time() - started:.0f} s)",
+                    f"{name}, {number} {SCENARIOS[number][0]}: {told(number, seen[-1:])}  "
+                    f"({time.time() - started:.0f} s)",
                     flush=True,
                 )
             text = json.dumps({"versions": versions, "trials": trials}, indent=1)

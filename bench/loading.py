@@ -161,7 +161,8 @@ def main():
         ratios = sorted(run["peak"] / (4 * parameters) for run in runs)
         seconds = statistics.median(run["seconds"] for run in runs)
         print(
-            f"{arm:32} {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) of one fp32 copy, {seconds:.1f} s"
+            f"{arm:32} {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) of "
+            f"one fp32 copy, {seconds:.1f} s"
         )
     (RESULTS / "loading.json").write_text(
         json.dumps({"parameters": parameters, "runs": results}, indent=1)

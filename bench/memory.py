@@ -262,7 +262,8 @@ def on_cpu(wanted: list[str]) -> None:
             }
         )
         print(
-            f"{name:36} predicted {guess / 2**20:8.2f} MiB   measured {real / 2**20:8.2f} MiB   {guess / real - 1:+.2%}   "
+            f"{name:36} predicted {guess / 2**20:8.2f} MiB   measured {real / 2**20:8.2f} MiB   "
+            f"{guess / real - 1:+.2%}   "
             f"with gloo's copies {copies / 2**20:8.2f} MiB {guess / copies - 1:+.2%}",
             flush=True,
         )
@@ -453,7 +454,8 @@ def on_gpu() -> None:
         }
         rows.append(row)
         print(
-            f"{name:24} allocated {row['predicted_mib']:9.1f} {row['measured_mib']:9.1f} {row['error']:+.2%}   reserved {row['predicted_reserved_mib']:9.1f} "
+            f"{name:24} allocated {row['predicted_mib']:9.1f} {row['measured_mib']:9.1f} "
+            f"{row['error']:+.2%}   reserved {row['predicted_reserved_mib']:9.1f} "
             f"{row['measured_reserved_mib']:9.1f} {row['reserved_error']:+.2%}",
             flush=True,
         )

@@ -222,8 +222,10 @@ def gemm_peak(dtype):
     "GFLOP/s of one thread on this model's largest product."
     code = (
         "import time, torch; torch.set_num_threads(1)\n"
-        f"a, b = torch.randn(2048, 384).to(torch.{dtype}), torch.randn(384, 1536).to(torch.{dtype})\nbest = 9.0\nfor _ in range(40):\n"
-        "    s = time.perf_counter(); a @ b; best = min(best, time.perf_counter() - s)\nprint(2 * 2048 * 384 * 1536 / best / 1e9)"
+        f"a, b = torch.randn(2048, 384).to(torch.{dtype}), torch.randn(384, "
+        f"1536).to(torch.{dtype})\nbest = 9.0\nfor _ in range(40):\n"
+        "    s = time.perf_counter(); a @ b; best = min(best, "
+        "time.perf_counter() - s)\nprint(2 * 2048 * 384 * 1536 / best / 1e9)"
     )
     return float(
         subprocess.run(
@@ -274,7 +276,8 @@ def measure(name, vocabulary, dtype, arms, args, tmp, save):
                 )
             found[arm].append(result)
             print(
-                f"{name} round {repeat + 1} {arm}: {result['tokens_per_second']:.0f} tokens/s, {result['peak_gib']:.2f} GiB",
+                f"{name} round {repeat + 1} {arm}: {result['tokens_per_second']:.0f} tokens/s, "
+                f"{result['peak_gib']:.2f} GiB",
                 flush=True,
             )
         mine, peers = names[0], [arm for arm in arms if not arm.startswith("ours")]
@@ -414,7 +417,9 @@ def report(result, out):
             )
             line(f"{part}: peak memory over packed", ours_over["peak_gib"]["packed"], "at most 0.6")
             print(
-                f"{part}: MFU {mfu}  at least 0.5 in bf16; peak {result[part]['arms']['ours single 8']['peak_gib']['median']} GiB, on a T4 at most 16"
+                f"{part}: MFU {mfu}  at least 0.5 in bf16; peak "
+                f"{result[part]['arms']['ours single 8']['peak_gib']['median']} GiB, "
+                "on a T4 at most 16"
             )
     print(f"all of it: {out}")
 

@@ -124,7 +124,8 @@ def test_imports_point_downwards(room):
 
 def test_an_upward_import_would_be_noticed(tmp_path):
     (tmp_path / "m.py").write_text(
-        "from ..launcher.api import launch\nimport multigpu_ft.cli\ndef f():\n    from multigpu_ft.training import trainer\n"
+        "from ..launcher.api import launch\nimport multigpu_ft.cli\ndef f():\n    from "
+        "multigpu_ft.training import trainer\n"
     )
     found = list(imports(tmp_path / "m.py", "multigpu_ft.run"))
     assert found == ["launcher.api", "cli", "training.trainer"]

@@ -142,7 +142,8 @@ def refuse_stranger(name: str, stored: dict[str, Any], cfg: RunConfig) -> None:
     "Raise `CheckpointError` if the checkpoint `name` with the fingerprint `stored`, which the user named, is of another model or dataset than `cfg`'s."
     if differ := difference(at_home(stored, cfg), fingerprint(cfg), cfg.resume_scope):
         raise CheckpointError(
-            f"checkpoint {name} belongs to another run ({differ}). Use resume_file='none' to start from the base model, "
+            f"checkpoint {name} belongs to another run ({differ}). "
+            "Use resume_file='none' to start from the base model, "
             "or resume_scope='weights' to go on with its weights on other data."
         )
 

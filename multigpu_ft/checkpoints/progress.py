@@ -106,8 +106,10 @@ def next_progress(saved: Progress, cfg: RunConfig, end_idx: int, order: SampleOr
             if saved.order.get(name) != value
         )
         raise CheckpointError(
-            f"the checkpoint is inside an epoch, at row {saved.position:,}, and its rows would now be in another order ({differ}). "
-            "Use the same data and settings, resume_scope='weights' to begin the slice anew with its weights, or resume_file='none'."
+            f"the checkpoint is inside an epoch, at row {saved.position:,}, "
+            f"and its rows would now be in another order ({differ}). "
+            "Use the same data and settings, resume_scope='weights' to begin the slice anew "
+            "with its weights, or resume_file='none'."
         )
     return saved
 
@@ -130,7 +132,8 @@ def ledger_remarks(trained: list[dict[str, Any]], start_idx: int, end_idx: int) 
         first, after = max(start_idx, s["start_idx"]), min(end_idx, s["end_idx"])
         if first < after:
             remarks.append(
-                f"{_rows(first, after)} were trained before, in slice {s['start_idx']}-{s['end_idx']}; they are now trained again"
+                f"{_rows(first, after)} were trained before, in slice "
+                f"{s['start_idx']}-{s['end_idx']}; they are now trained again"
             )
     reached = min((s["start_idx"] for s in trained), default=start_idx)
     for s in sorted(trained, key=lambda s: s["start_idx"]):
@@ -139,11 +142,14 @@ def ledger_remarks(trained: list[dict[str, Any]], start_idx: int, end_idx: int) 
         reached = max(reached, s["end_idx"])
     if trained and reached < start_idx:
         remarks.append(
-            f"{_rows(reached, start_idx)} are left out: the slices so far end at row {reached:,}, this one starts at row {start_idx:,}"
+            f"{_rows(reached, start_idx)} are left out: the slices so far end at row "
+            f"{reached:,}, this one starts at row {start_idx:,}"
         )
     if trained and not newest and 0 < trained[-1]["position"] < trained[-1]["num_rows"]:
         s = trained[-1]
         remarks.append(
-            f"slice {s['start_idx']}-{s['end_idx']} was left after {s['position'] / s['num_rows']:.0%} of epoch {s['epochs'] + 1}; this run does not finish it"
+            f"slice {s['start_idx']}-{s['end_idx']} was left after "
+            f"{s['position'] / s['num_rows']:.0%} of epoch {s['epochs'] + 1}; "
+            "this run does not finish it"
         )
     return remarks

@@ -82,7 +82,8 @@ class Storage:
                 {rank // self._world.local_size for rank, sees in enumerate(seen) if not sees}
             )
             raise ConfigError(
-                f"node {', '.join(map(str, nodes))} does not see the directory {self._run_dir.path} of node 0, and other nodes do: put run_root on a file "
+                f"node {', '.join(map(str, nodes))} does not see the directory "
+                f"{self._run_dir.path} of node 0, and other nodes do: put run_root on a file "
                 "system that all nodes share, or on disks of their own on all of them."
             )
         return all(others)

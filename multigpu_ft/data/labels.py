@@ -29,13 +29,15 @@ def find_label_names(cfg: RunConfig) -> list[str]:
         kind = _label_kind(value, place)
         if kind_before and kind != kind_before:
             raise DataError(
-                f"{place}: label {value!r} is a {kind}, but earlier labels are {kind_before}s; use one kind of label throughout."
+                f"{place}: label {value!r} is a {kind}, but earlier labels are {kind_before}s; "
+                "use one kind of label throughout."
             )
         kind_before = kind
         seen.setdefault(_label_name(value), place)
     if len(seen) < 2:
         raise DataError(
-            f"{cfg.dataset} has only one label, {', '.join(seen)!r}, in {cfg.label_field!r}; classification needs at least two."
+            f"{cfg.dataset} has only one label, {', '.join(seen)!r}, in {cfg.label_field!r}; "
+            "classification needs at least two."
         )
     if kind_before == "name":
         return sorted(seen)
@@ -44,7 +46,8 @@ def find_label_names(cfg: RunConfig) -> list[str]:
     for number, expected in zip(numbers, range(first, first + len(numbers)), strict=True):
         if number != expected:
             raise DataError(
-                f"{seen[str(number)]}: label {number} is out of range; labels must be consecutive whole numbers starting at 0 (or 1), "
+                f"{seen[str(number)]}: label {number} is out of range; "
+                "labels must be consecutive whole numbers starting at 0 (or 1), "
                 f"found: {', '.join(map(str, numbers[:12]))}. Correct it, or use names as labels."
             )
     return [str(number) for number in numbers]

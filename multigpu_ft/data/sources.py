@@ -110,7 +110,8 @@ def cache_dir() -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             return folder
     raise DataError(
-        "no folder to keep the built-in corpus in: neither the home nor the temporary folder can be written; set XDG_CACHE_HOME."
+        "no folder to keep the built-in corpus in: neither the home nor the temporary folder "
+        "can be written; set XDG_CACHE_HOME."
     )
 
 
@@ -192,7 +193,8 @@ def _read_csv(path: Path, start: int, end: int) -> Iterator[tuple[int | None, di
             if start <= row < end:
                 if None in record or None in record.values():
                     raise DataError(
-                        f"{path}, line {reader.line_num}: {len(reader.fieldnames)} columns in the header, another number in this row."
+                        f"{path}, line {reader.line_num}: {len(reader.fieldnames)} columns in "
+                        "the header, another number in this row."
                     )
                 yield reader.line_num, record
     except csv.Error as error:
@@ -315,7 +317,8 @@ def _load_hub(cfg: RunConfig) -> Any:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             f"dataset {cfg.dataset!r}, split {cfg.dataset_split!r} could not be loaded from the Hub: {reason[:300]} "
-            "Check its spelling (user/name), the network (on Kaggle: Settings, Internet on), and HF_TOKEN if it is gated or private; "
+            "Check its spelling (user/name), the network (on Kaggle: Settings, Internet on), "
+            "and HF_TOKEN if it is gated or private; "
             "or download it and give the path of a file."
         ) from error
 
@@ -366,7 +369,8 @@ def whole_text(text: str, field: str, place: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: {field!r} contains an unpaired surrogate, half a character ({error.reason}); was the text cut inside an emoji?"
+            f"{place}: {field!r} contains an unpaired surrogate, "
+            f"half a character ({error.reason}); was the text cut inside an emoji?"
         ) from None
     return text
 

@@ -264,11 +264,13 @@ def tokenize_chats(
     the assistant says is within `max_length`."""
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
-            "the tokenizer has no chat template; use the model's chat variant (its name often ends in Instruct or Chat), or task='causal-lm'."
+            "the tokenizer has no chat template; use the model's chat variant (its name often "
+            "ends in Instruct or Chat), or task='causal-lm'."
         )
     if not tokenizer.is_fast:
         raise ModelError(
-            f"{type(tokenizer).__name__} does not map tokens to characters, so the assistant's turns can't be located; use a fast tokenizer."
+            f"{type(tokenizer).__name__} does not map tokens to characters, "
+            "so the assistant's turns can't be located; use a fast tokenizer."
         )
     found = []
     for number, messages in enumerate(chats):
@@ -276,7 +278,8 @@ def tokenize_chats(
             ids, loss_mask = _read_conversation(messages, tokenizer)
         except Exception as error:  # jinja's, or whatever the template raises
             raise DataError(
-                f"conversation {number} of the slice: the model's chat template rejected it ({str(error).splitlines()[0][:200]})."
+                f"conversation {number} of the slice: the model's chat template rejected it "
+                f"({str(error).splitlines()[0][:200]})."
             ) from error
         found.append(Text(np.array(ids[:max_length], np.int32), loss_mask[:max_length]))
     texts = TokenizedTexts(found, _pad_id(tokenizer))

@@ -45,7 +45,8 @@ def requirements(cfg: RunConfig, without: tuple[str, ...] = ()) -> list[str]:
         wanted = [Requirement(line) for line in requires(_NAME) or []]
     except PackageNotFoundError:
         raise ConfigError(
-            f"{_NAME} is not installed here, so its requirements are not known. Install it, if need be with pip install -e."
+            f"{_NAME} is not installed here, so its requirements are not known. Install it, "
+            "if need be with pip install -e."
         ) from None
     lines = {}
     for one in wanted:
@@ -73,8 +74,10 @@ def pack(folder: str | Path, cfg: RunConfig, without: tuple[str, ...] = ()) -> P
     )
     (folder / "requirements.txt").write_text("\n".join(needed) + "\n")
     (folder / "pyproject.toml").write_text(
-        f'[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n\n[project]\nname = "{_NAME}"\nversion = "{version(_NAME)}"\n'
-        f'dependencies = {json.dumps(needed)}\n\n[project.scripts]\nmultigpu-ft = "{_NAME}.cli:main"\n\n[tool.setuptools.packages.find]\ninclude = ["{_NAME}*"]\n'
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = '
+        f'"setuptools.build_meta"\n\n[project]\nname = "{_NAME}"\nversion = "{version(_NAME)}"\n'
+        f"dependencies = {json.dumps(needed)}\n\n[project.scripts]\nmultigpu-ft = "
+        f'"{_NAME}.cli:main"\n\n[tool.setuptools.packages.find]\ninclude = ["{_NAME}*"]\n'
     )
     return folder
 
@@ -113,7 +116,8 @@ def travelling(
         and _is_local("model", cfg.resume_file)
     ):
         raise ConfigError(
-            f"resume_file={cfg.resume_file!r} is on this machine, which {where} does not see; use 'auto', which goes on from what is kept there, or "
+            f"resume_file={cfg.resume_file!r} is on this machine, which {where} does not see; "
+            "use 'auto', which goes on from what is kept there, or "
             f"push it to the Hub and use '{HUB_PREFIX}user/repo'."
         )
     name = cfg.run_name or f"{short_name(cfg.model)}_{cfg.start_idx}-{cfg.end_idx or 'end'}"

@@ -57,7 +57,8 @@ def _refuse_files_of_here(cfg: RunConfig) -> None:
         path = Path(value).expanduser()
         if path.is_absolute() or value.startswith(".") or path.suffix in _OF_FILES or path.exists():
             raise ConfigError(
-                f"{field}={value!r} is a file or folder of this machine, which no pod sees; copy it to the shared volume (kubectl cp) and name it "
+                f"{field}={value!r} is a file or folder of this machine, which no pod sees; "
+                "copy it to the shared volume (kubectl cp) and name it "
                 f"{SHARED}/data/{path.name}, or push it to the Hub."
             )
 
@@ -89,7 +90,8 @@ def _in_cluster(cfg: RunConfig, resources: Resources, name: str) -> RunConfig:
     ]
     if needed and not resources.secret:
         raise ConfigError(
-            f"{' and '.join(needed)} will be needed (hf_repo={cfg.hf_repo!r}, tracker={cfg.tracker!r}), but resources name no secret; make one,\n"
+            f"{' and '.join(needed)} will be needed (hf_repo={cfg.hf_repo!r}, "
+            f"tracker={cfg.tracker!r}), but resources name no secret; make one,\n"
             f"  {secret_command(resources.namespace, tuple(needed))}\nand write secret: {SECRET_NAME}."
         )
     changes: dict[str, Any] = {

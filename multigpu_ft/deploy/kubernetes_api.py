@@ -26,7 +26,8 @@ def _connect() -> Any:
         from kubernetes import client, config
     except ImportError:
         raise ConfigError(
-            "submit=True needs the package kubernetes, which is not installed: pip install 'multigpu_ft[kubernetes]'. Or render to a folder, and "
+            "submit=True needs the package kubernetes, which is not installed: "
+            "pip install 'multigpu_ft[kubernetes]'. Or render to a folder, and "
             "kubectl apply -f FOLDER."
         ) from None
     found = client.Configuration()
@@ -39,7 +40,8 @@ def _connect() -> Any:
             config.load_incluster_config(client_configuration=found)
         except config.ConfigException:
             raise ConfigError(
-                "there is no kubeconfig that names a cluster; set KUBECONFIG to one, or let your cloud's tool write ~/.kube/config (kubectl get nodes shows "
+                "there is no kubeconfig that names a cluster; set KUBECONFIG to one, "
+                "or let your cloud's tool write ~/.kube/config (kubectl get nodes shows "
                 "whether it works)."
             ) from None
     found.retries = 1
@@ -71,14 +73,16 @@ class _Cluster:
             )  # its own place in the temporary folder is everybody's
         except ApiException as error:
             raise ConfigError(
-                f"the cluster at {self.host} refuses: {_said(error)}. kubectl auth whoami shows as whom your kubeconfig speaks to it."
+                f"the cluster at {self.host} refuses: {_said(error)}. "
+                "kubectl auth whoami shows as whom your kubeconfig speaks to it."
             ) from None
         except (HTTPError, ValueError) as error:
             raise ConfigError(f"the cluster at {self.host} cannot be reached: {error}.") from None
         minor = int("".join(filter(str.isdigit, version.minor)) or 0)
         if (int(version.major), minor) < (1, _OLDEST):
             raise ConfigError(
-                f"the cluster at {self.host} is Kubernetes {version.major}.{minor}; a Job with a successPolicy needs 1.{_OLDEST} or newer."
+                f"the cluster at {self.host} is Kubernetes {version.major}.{minor}; "
+                f"a Job with a successPolicy needs 1.{_OLDEST} or newer."
             )
 
     def kind_of(self, manifest: dict[str, Any]) -> Any:
@@ -93,7 +97,8 @@ class _Cluster:
             )
         except ResourceNotFoundError:
             raise ConfigError(
-                f"the cluster at {self.host} knows no {manifest['kind']} of {version}, which is Kubeflow Trainer's; have it installed, or use target='job'."
+                f"the cluster at {self.host} knows no {manifest['kind']} of {version}, "
+                "which is Kubeflow Trainer's; have it installed, or use target='job'."
             ) from None
 
     def exists(self, manifest: dict[str, Any]) -> bool:
@@ -131,8 +136,10 @@ class _Cluster:
 # %% ../../nbs/deploy/03_kubernetes_api.ipynb #24203451
 def _refuse_another(kind: str, name: str, namespace: str, **_: Any) -> None:
     raise ConfigError(
-        f"namespace {namespace} has a {kind} {name} already, running or ended, and a job cannot be changed. To start it again, so that it goes on from its "
-        f"last checkpoint, first kubectl delete {kind.lower()} {name} --namespace {namespace}; for another run choose another name."
+        f"namespace {namespace} has a {kind} {name} already, running or ended, "
+        "and a job cannot be changed. To start it again, so that it goes on from its "
+        f"last checkpoint, first kubectl delete {kind.lower()} {name} --namespace {namespace}; "
+        "for another run choose another name."
     )
 
 

@@ -36,7 +36,8 @@ def bytes_of(quantity: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(Mi|Gi|Ti|M|G|T)", quantity)
     if not found:
         raise ValueError(
-            f"{quantity!r} is no amount of memory or disk; write a number and a unit, such as 64Gi (Mi, Gi, Ti, M, G, T)"
+            f"{quantity!r} is no amount of memory or disk; write a number and a unit, "
+            "such as 64Gi (Mi, Gi, Ti, M, G, T)"
         )
     return int(float(found[1]) * _FACTORS[found[2]])
 
@@ -71,7 +72,8 @@ def _named(pattern: str, longest: int, rule: str) -> AfterValidator:
 def _check_image(value: str) -> str:
     if not re.fullmatch(r"[a-z0-9][\w.:/-]*@sha256:[0-9a-f]{64}", value):
         raise ValueError(
-            f"{value!r} does not name an image by its digest, and a tag may mean another image tomorrow, or on another node; write NAME@sha256:DIGEST "
+            f"{value!r} does not name an image by its digest, and a tag may mean another image "
+            "tomorrow, or on another node; write NAME@sha256:DIGEST "
             "with the 64 digits that `docker push` printed, or `docker buildx imagetools inspect NAME:TAG`"
         )
     return value
@@ -80,7 +82,8 @@ def _check_image(value: str) -> str:
 def _check_namespace(value: str) -> str:
     if value == "default" or value.startswith("kube-"):
         raise ValueError(
-            f"{value!r} holds things of others, which the rules of a run's namespace would stop; name one of your own, such as multigpu-ft"
+            f"{value!r} holds things of others, which the rules of a run's namespace would "
+            "stop; name one of your own, such as multigpu-ft"
         )
     return value
 
@@ -96,7 +99,8 @@ def _label(value: str) -> str:
 def _as_text(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         raise ValueError(
-            f"{value!r} is what YAML makes of a bare yes, no, true, false or nothing; an environment variable is text, so write it in quotes"
+            f"{value!r} is what YAML makes of a bare yes, no, true, false or nothing; "
+            "an environment variable is text, so write it in quotes"
         )
     return str(value) if isinstance(value, (int, float)) else value
 
@@ -166,7 +170,8 @@ class SharedVolume(_Section):
     def _made_or_there(self) -> SharedVolume:
         if self.claim and (self.size or self.storage_class):
             raise ValueError(
-                f"claim={self.claim!r} exists already and has a size and a class; leave size and storage_class out, or claim"
+                f"claim={self.claim!r} exists already and has a size and a class; "
+                "leave size and storage_class out, or claim"
             )
         if not self.claim and not self.size:
             raise ValueError(
@@ -251,7 +256,8 @@ class Resources(_Section):
             values = yaml.load(Path(source).read_text(encoding="utf-8"), _Loader)
         except OSError as error:
             raise ConfigError(
-                f"resources={str(source)!r} cannot be read: {error.strerror}. Name a YAML file; nbs/examples/resources.yaml is one."
+                f"resources={str(source)!r} cannot be read: {error.strerror}. Name a YAML file; "
+                "nbs/examples/resources.yaml is one."
             ) from None
         except yaml.YAMLError as error:
             place = getattr(
@@ -273,7 +279,8 @@ class Resources(_Section):
             ) from None
         if not isinstance(values, dict):
             raise ConfigError(
-                f"resources={str(source)!r} holds a {type(values).__name__}, not keys such as image, replicas and resources."
+                f"resources={str(source)!r} holds a {type(values).__name__}, "
+                "not keys such as image, replicas and resources."
             )
         return cls(**{str(key): value for key, value in values.items()})
 
@@ -346,7 +353,9 @@ def _refuse_tokens(values: dict[str, Any]) -> None:
     if named:
         known = tuple(name for name in SECRETS if f"config_map.{name}" in named) or SECRETS[:1]
         raise ConfigError(
-            f"resources: {', '.join(sorted(named))} holds what looks like a token or password, and everybody could read it in the rendered files. Put it into "
-            f"the cluster, from a file that only you can read,\n  {secret_command(str(values.get('namespace', 'multigpu-ft')), known)}\nand write "
+            f"resources: {', '.join(sorted(named))} holds what looks like a token or password, "
+            "and everybody could read it in the rendered files. Put it into "
+            "the cluster, from a file that only you can read,\n  "
+            f"{secret_command(str(values.get('namespace', 'multigpu-ft')), known)}\nand write "
             f"secret: {SECRET_NAME}; pods read it as a file. Revoke this one if resources.yaml was shared."
         )

@@ -64,7 +64,8 @@ def _image(instance_type: str, region: str) -> str:
         )
     except (ValueError, KeyError) as error:
         raise ConfigError(
-            f"the SDK names no image with PyTorch {_TORCH} for {instance_type} in {region}: {error}. Give one as image=..."
+            f"the SDK names no image with PyTorch {_TORCH} for {instance_type} in {region}: "
+            f"{error}. Give one as image=..."
         ) from None
 
 
@@ -84,11 +85,13 @@ def _hyper_parameters(cfg: RunConfig) -> dict[str, str]:
     for name, text in values.items():
         if len(text) > _LONGEST_VALUE:
             raise ConfigError(
-                f"{name} has {len(text)} characters; a hyper-parameter of SageMaker has at most {_LONGEST_VALUE}. Shorten it."
+                f"{name} has {len(text)} characters; a hyper-parameter of SageMaker has at most "
+                f"{_LONGEST_VALUE}. Shorten it."
             )
     if len(values) > _MOST_VALUES:
         raise ConfigError(
-            f"{len(values)} settings differ from their defaults; SageMaker takes at most {_MOST_VALUES} hyper-parameters."
+            f"{len(values)} settings differ from their defaults; "
+            f"SageMaker takes at most {_MOST_VALUES} hyper-parameters."
         )
     return values
 
@@ -147,7 +150,8 @@ class SageMakerJob:
         session = boto3.Session(region_name=self.region)
         if session.get_credentials() is None:
             raise ConfigError(
-                "there are no AWS credentials here: run aws configure or aws sso login, or set AWS_PROFILE, or work where a role gives them."
+                "there are no AWS credentials here: run aws configure or aws sso login, "
+                "or set AWS_PROFILE, or work where a role gives them."
             )
         with tempfile.TemporaryDirectory() as folder:
             code = pack(Path(folder) / "code", self.config, without=("torch",))

@@ -55,7 +55,8 @@ def enter(cfg: RunConfig, local_rank: int, wait_s: float = _WAIT_S) -> RunDir:
     while not (run_dir.path / "config.json").exists() or run_dir.config() != expected:
         if time.monotonic() > end:
             raise ConfigError(
-                f"local rank {local_rank} waited {wait_s:.0f} s for {run_dir.path}/config.json, which local rank 0 did not make of its settings."
+                f"local rank {local_rank} waited {wait_s:.0f} s for {run_dir.path}/config.json, "
+                "which local rank 0 did not make of its settings."
             )
         time.sleep(0.2)
     return run_dir
@@ -78,7 +79,8 @@ def take_secrets(arn: str) -> dict[str, str]:
         }
     except (BotoCoreError, ClientError) as error:
         raise ConfigError(
-            f"secret_arn: the secret cannot be read: {error}. The job's role needs secretsmanager:GetSecretValue for it."
+            f"secret_arn: the secret cannot be read: {error}. The job's role needs "
+            "secretsmanager:GetSecretValue for it."
         ) from None
     except (KeyError, ValueError):
         found = {}

@@ -83,7 +83,8 @@ def _mounts(storage: str) -> tuple[str, dict[str, Any]]:
     if storage.startswith("/") and storage.rstrip("/"):
         return storage.rstrip("/"), {}
     raise ConfigError(
-        f"storage={storage!r} is no bucket (s3://bucket/prefix, gs://...), no volume:NAME, and no folder that the nodes have (/mnt/shared)."
+        f"storage={storage!r} is no bucket (s3://bucket/prefix, gs://...), no volume:NAME, "
+        "and no folder that the nodes have (/mnt/shared)."
     )
 
 
@@ -141,13 +142,15 @@ class SkyPilotTask:
         )
         if sky is None:
             raise ConfigError(
-                "there is no command sky here: pip install 'multigpu_ft[skypilot]', or in an environment of its own: uv tool install skypilot."
+                "there is no command sky here: pip install 'multigpu_ft[skypilot]', "
+                "or in an environment of its own: uv tool install skypilot."
             )
         use_secrets()
         secrets = list(self.task.get("secrets", {}))
         if absent := [name for name in secrets if not os.environ.get(name)]:
             raise ConfigError(
-                f"the task takes {', '.join(absent)} from the environment at launch, where there is none: set it, or leave it out of secrets."
+                f"the task takes {', '.join(absent)} from the environment at launch, "
+                "where there is none: set it, or leave it out of secrets."
             )
         command = [
             sky,
@@ -321,11 +324,13 @@ def _remarks(cfg: RunConfig, spot: bool, recover: bool, storage: str) -> list[st
     said = []
     if spot and not recover:
         said.append(
-            "recover=False: when a spot machine is taken away the job ends; launched again, it goes on from its newest checkpoint"
+            "recover=False: when a spot machine is taken away the job ends; launched again, "
+            "it goes on from its newest checkpoint"
         )
     if spot and not cfg.save_every and (cfg.save_minutes is None or cfg.save_minutes > 15):
         said.append(
-            f"what came after the newest checkpoint is trained again when a machine is taken away: save_minutes={cfg.save_minutes}, 10 is less"
+            "what came after the newest checkpoint is trained again when a machine is taken "
+            f"away: save_minutes={cfg.save_minutes}, 10 is less"
         )
     if storage.startswith("/"):
         said.append(f"every node must have {storage}, and see what the others write there")

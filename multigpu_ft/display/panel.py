@@ -246,12 +246,15 @@ def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> 
         ends.append(status["launched"] + max_hours * 3600)
     if ends and status["state"] in LIVE_STATES:
         words.append(
-            f"{_duration(max(0.0, min(ends) - time.time()))} of the {'session' if min(ends) == status.get('session_end') else 'budget'} left"
+            f"{_duration(max(0.0, min(ends) - time.time()))} of the "
+            f"{'session' if min(ends) == status.get('session_end') else 'budget'} left"
         )
     return (
-        f'<div role="progressbar" aria-label="progress" aria-valuemin="0" aria-valuemax="{total}" aria-valuenow="{done}" '
+        '<div role="progressbar" aria-label="progress" aria-valuemin="0" '
+        f'aria-valuemax="{total}" aria-valuenow="{done}" '
         f'style="height:10px;border-radius:5px;background:rgba(128,128,128,0.3);max-width:760px">'
-        f'<div style="height:10px;border-radius:5px;width:{share:.1f}%;background:{_STATE_COLORS[status["state"]]}"></div></div><div>{" · ".join(words)}</div>'
+        "<div "
+        f'style="height:10px;border-radius:5px;width:{share:.1f}%;background:{_STATE_COLORS[status["state"]]}"></div></div><div>{" · ".join(words)}</div>'
     )
 
 

@@ -189,7 +189,8 @@ def _chart(
     for y in _ticks(y0, y1, 3):
         at = place((x0, y))[1]
         parts.append(
-            f'<line x1="{left + 46}" x2="{left + width - 10}" y1="{at:.1f}" y2="{at:.1f}" stroke="currentColor" opacity="0.18"/>'
+            f'<line x1="{left + 46}" x2="{left + width - 10}" y1="{at:.1f}" y2="{at:.1f}" '
+            'stroke="currentColor" opacity="0.18"/>'
         )
         parts.append(f'<text x="{left + 41}" y="{at + 3.5:.1f}" text-anchor="end">{y:.4g}</text>')
     for x in _ticks(x0, x1, max(2, int(width // 110))):

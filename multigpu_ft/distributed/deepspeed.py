@@ -45,7 +45,9 @@ class Accelerated(Single):
 
         if self.dtype == torch.float16 and self.world.device.type != "cuda":
             raise ConfigError(
-                "strategy='accelerate' computes in fp16 by autocast, which Accelerate has for GPUs only; use dtype='bf16' or 'fp32', or strategy='ddp'."
+                "strategy='accelerate' computes in fp16 by autocast, "
+                "which Accelerate has for GPUs only; use dtype='bf16' or 'fp32', "
+                "or strategy='ddp'."
             )
         ways = [
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -312,7 +314,8 @@ class ZeRO(Accelerated):
         ):
             if not _ADAM <= held:
                 raise CheckpointError(
-                    f"its optimizer has {', '.join(sorted(held))} and AdamW under {self.name} needs {', '.join(sorted(_ADAM))}; use resume_scope='weights'"
+                    f"its optimizer has {', '.join(sorted(held))} and AdamW under {self.name} "
+                    f"needs {', '.join(sorted(_ADAM))}; use resume_scope='weights'"
                 )
             made = saved.whole(
                 next(found for found in saved.names("optimizer/") if found.endswith("/step"))

@@ -187,7 +187,8 @@ def read_zero_config(
             )
         elif key.startswith(("fp16.", "bf16.")) and not key.endswith(".enabled"):
             wrong.append(
-                f"{key}: the loss scale is kept here, by the rule of torch.amp.GradScaler, as under every strategy: remove it"
+                f"{key}: the loss scale is kept here, by the rule of torch.amp.GradScaler, "
+                "as under every strategy: remove it"
             )
     if wrong:
         raise ConfigError(f"{_said(cfg)}: {'; '.join(wrong)}.")
@@ -233,7 +234,8 @@ def require_packages(strategy: str) -> None:
     for package in needed:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"strategy={strategy!r} needs {package}, which is not installed: pip install 'multigpu_ft[deepspeed]', or use 'ddp' or 'fsdp'."
+                f"strategy={strategy!r} needs {package}, which is not installed: "
+                "pip install 'multigpu_ft[deepspeed]', or use 'ddp' or 'fsdp'."
             )
 
 

@@ -241,6 +241,8 @@ def check_packed(unit: nn.Module, expected: dict[str, torch.Tensor]) -> None:
             output, expected[name], rtol=1e-2, atol=1e-3 * float(expected[name].abs().max())
         ):
             raise ModelError(
-                f"the 4-bit layer {name} does not compute under fsdp what it computes alone: its packed weights did not survive sharding. "
-                "Use strategy='ddp', or tuning='lora' with quantization='none', and report the versions of torch and bitsandbytes."
+                f"the 4-bit layer {name} does not compute under fsdp what it computes alone: "
+                "its packed weights did not survive sharding. "
+                "Use strategy='ddp', or tuning='lora' with quantization='none', "
+                "and report the versions of torch and bitsandbytes."
             )

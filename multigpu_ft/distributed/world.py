@@ -87,7 +87,8 @@ def join_world(cfg: RunConfig) -> World:
     if cuda:
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"nproc={nproc}, but this machine has {(count := torch.cuda.device_count())} GPUs; one process needs one GPU: use nproc={count}."
+                f"nproc={nproc}, but this machine has {(count := torch.cuda.device_count())} "
+                f"GPUs; one process needs one GPU: use nproc={count}."
             )
         torch.cuda.set_device(device)
     if not dist.is_initialized():

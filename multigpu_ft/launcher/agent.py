@@ -299,7 +299,8 @@ class Watchdog(threading.Thread):
             "rank": hung[0],
             "exitcode": None,
             "hang": -1 if stopped else fewest,
-            "text": f"{who} in step {known[hung[0]][1]}{why}. No rank has come any further for timeout_s={self._timeout_s:g} s ({where}). "
+            "text": f"{who} in step {known[hung[0]][1]}{why}. No rank has come any further for "
+            f"timeout_s={self._timeout_s:g} s ({where}). "
             f"Where they were is in their logs: {logs}",
         }
 

@@ -77,7 +77,8 @@ def launch(
     if isinstance(what, RunConfig):
         if args or nproc is not None:
             raise ConfigError(
-                "arguments and nproc= belong to a function; a run's settings are in its RunConfig: launch(cfg.replace(nproc=2))."
+                "arguments and nproc= belong to a function; a run's settings are in its "
+                "RunConfig: launch(cfg.replace(nproc=2))."
             )
         cfg = what if nnodes is None else what.replace(nnodes=nnodes)
         return _launch_run(cfg, wait, detach, panel, force, find_node(cfg, node_rank, rdzv))
@@ -87,7 +88,8 @@ def launch(
         )
     if not callable(what) and not isinstance(what, str | Path):
         raise ConfigError(
-            f"launch takes a RunConfig or a function, not a {type(what).__name__}; RunConfig(...) or RunConfig.preset(name) makes one. "
+            f"launch takes a RunConfig or a function, not a {type(what).__name__}; "
+            "RunConfig(...) or RunConfig.preset(name) makes one. "
             "A script is named by its path."
         )
     if detach or not wait:
@@ -99,7 +101,8 @@ def launch(
         return call(what, args, nproc)
     if not Path(what).is_file():
         raise ConfigError(
-            f"there is no script {str(what)!r} here, in {os.getcwd()}; launch takes the path of a Python file, a RunConfig or a function."
+            f"there is no script {str(what)!r} here, in {os.getcwd()}; "
+            "launch takes the path of a Python file, a RunConfig or a function."
         )
     return call(run_script, (str(what), *args), nproc)
 
@@ -220,7 +223,8 @@ def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str], str | 
     candidates = find_checkpoints(cfg)
     if not candidates:
         return (
-            f"starts from the base model{'' if cfg.resume_file == 'none' else f'; there is no checkpoint of it and its data under {cfg.run_root}'}",
+            "starts from the base "
+            f"model{'' if cfg.resume_file == 'none' else f'; there is no checkpoint of it and its data under {cfg.run_root}'}",
             [],
             None,
         )

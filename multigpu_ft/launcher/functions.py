@@ -47,8 +47,10 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         return cloudpickle.dumps((function, args))
     except Exception as error:  # what a __reduce__ may raise is open
         raise ConfigError(
-            f"{getattr(function, '__name__', function)!r} cannot be handed to other processes ({type(error).__name__}: {error}). It, or what it uses of "
-            "other cells, holds something that lives in this process only, such as an open file, a lock, a generator or a CUDA stream; make that inside it."
+            f"{getattr(function, '__name__', function)!r} cannot be handed to other processes "
+            f"({type(error).__name__}: {error}). It, or what it uses of "
+            "other cells, holds something that lives in this process only, "
+            "such as an open file, a lock, a generator or a CUDA stream; make that inside it."
         ) from None
 
 

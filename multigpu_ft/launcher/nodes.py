@@ -39,7 +39,8 @@ def find_node(cfg: RunConfig, node_rank: int | None, rdzv: str | None) -> Node |
             f"  node {node}: {node_command(cfg, node, host)}" for node in range(min(cfg.nnodes, 4))
         )
         raise ConfigError(
-            f"nnodes={cfg.nnodes}: each machine is told its number, node_rank, and rdzv, an address of node 0 that all of them reach. In a notebook "
+            f"nnodes={cfg.nnodes}: each machine is told its number, node_rank, and rdzv, "
+            "an address of node 0 that all of them reach. In a notebook "
             f"launch(cfg, node_rank=0, rdzv={host!r}); in a terminal\n{lines}"
         )
     if not 0 <= node_rank < cfg.nnodes:
@@ -98,7 +99,8 @@ def open_run(cfg: RunConfig, node: Node, end_idx: int | None) -> RunDir:
     node_dir = run_dir.of_node(node.rank)
     if _is_running(node_dir):
         raise NodesError(
-            f"node {node.rank} of {run_dir.name} is running already, in {node_dir.path}; stop it first, or choose another run_name."
+            f"node {node.rank} of {run_dir.name} is running already, in {node_dir.path}; "
+            "stop it first, or choose another run_name."
         )
     if node.rank == 0 and (run_dir.path / "config.json").exists():
         earlier = run_dir.config()
@@ -109,7 +111,8 @@ def open_run(cfg: RunConfig, node: Node, end_idx: int | None) -> RunDir:
         ]
         if differ:
             raise ConfigError(
-                f"{run_dir.path} holds a run with other settings ({'; '.join(differ)}). Choose another run_name; it goes on from that one's newest checkpoint."
+                f"{run_dir.path} holds a run with other settings ({'; '.join(differ)}). "
+                "Choose another run_name; it goes on from that one's newest checkpoint."
             )
         if (
             earlier.batch_size < cfg.batch_size

@@ -34,7 +34,8 @@ def split_address(rdzv: str) -> tuple[str, int]:
     )
     if not found or len(rdzv) > 253 or not 0 < int(found[3]) < 2**16:
         raise ConfigError(
-            f"rdzv={rdzv!r} is not of the form 'host:port', an address of node 0 that all nodes reach, such as '10.0.0.1:29400'."
+            f"rdzv={rdzv!r} is not of the form 'host:port', an address of node 0 that all nodes "
+            "reach, such as '10.0.0.1:29400'."
         )
     if _is_literal(found[2]) and ipaddress.ip_address(found[2]).is_unspecified:
         raise ConfigError(
@@ -72,12 +73,15 @@ def listen(rdzv: str, until: float) -> socket.socket:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise NodesError(
-                    f"rdzv={rdzv!r}: port {port} of {host} is taken, perhaps by another run; use another one on all nodes."
+                    f"rdzv={rdzv!r}: port {port} of {host} is taken, perhaps by another run; "
+                    "use another one on all nodes."
                 ) from None
             if _is_literal(host) or time.monotonic() > until:
                 raise NodesError(
-                    f"rdzv={rdzv!r} is where node 0 listens, but that is no address of this machine ({error.strerror or error}). It has "
-                    f"{', '.join(a for a in own_addresses() if not ipaddress.ip_address(a).is_loopback) or 'none'}; was another node_rank meant here?"
+                    f"rdzv={rdzv!r} is where node 0 listens, but that is no address of this "
+                    f"machine ({error.strerror or error}). It has "
+                    f"{', '.join(a for a in own_addresses() if not ipaddress.ip_address(a).is_loopback) or 'none'}; "
+                    "was another node_rank meant here?"
                 ) from None
         time.sleep(RETRY_S)
 

@@ -115,7 +115,8 @@ class Run:
             path = next(self.dir.main.path.glob(f"nodes/*/logs/{path.name}"), path)
         if not path.exists():
             raise ValueError(
-                f"{self.name} has no log of rank {rank!r}; there are: {', '.join(sorted(p.stem for p in path.parent.iterdir()))}."
+                f"{self.name} has no log of rank {rank!r}; there are: "
+                f"{', '.join(sorted(p.stem for p in path.parent.iterdir()))}."
             )
         return tail(path, lines) if lines else path.read_text(errors="replace")
 
@@ -229,7 +230,8 @@ class Run:
         "End all processes of the run at once, without saving."
         if self._is_elsewhere(self.status):
             raise ConfigError(
-                f"{self.name} runs on {self.status['host']}, and only there it can be killed; run.stop() reaches it from here."
+                f"{self.name} runs on {self.status['host']}, and only there it can be killed; "
+                "run.stop() reaches it from here."
             )
         with self._ending:  # whoever follows the run shall not take this for a failure
             for process in processes_of(self.dir):

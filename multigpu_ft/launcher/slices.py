@@ -58,11 +58,13 @@ class Slices:
         num_rows = count_rows(cfg)
         if num_rows is None and cfg.end_idx is None:
             raise DataError(
-                f"dataset {cfg.dataset!r} is on the Hub, so how many rows it has is not known here; name the end of the series with end_idx."
+                f"dataset {cfg.dataset!r} is on the Hub, so how many rows it has is not known "
+                "here; name the end of the series with end_idx."
             )
         if num_rows is None and not 0 <= cfg.start_idx < cfg.end_idx:
             raise DataError(
-                f"start_idx={cfg.start_idx}, end_idx={cfg.end_idx}: no series; start_idx must be 0 or more, and below end_idx."
+                f"start_idx={cfg.start_idx}, end_idx={cfg.end_idx}: no series; "
+                "start_idx must be 0 or more, and below end_idx."
             )
         end = (
             cfg.end_idx
@@ -71,7 +73,8 @@ class Slices:
         )
         if (count := -(-(end - cfg.start_idx) // cfg.slice_size)) > _MOST:
             raise DataError(
-                f"rows {cfg.start_idx}-{end} are {count:,} slices of slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most."
+                f"rows {cfg.start_idx}-{end} are {count:,} slices of "
+                f"slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most."
             )
         self.folder = (
             Path(cfg.run_root).absolute()
@@ -249,7 +252,8 @@ def run_slices(cfg: RunConfig) -> Slices:
     slices, begun = Slices(cfg), time.monotonic()
     if not recipe().exists():
         raise ConfigError(
-            f"the recipe {recipe().name} is neither here, in {Path.cwd()}, nor in its folder nbs; get it from the project's nbs/train.ipynb."
+            f"the recipe {recipe().name} is neither here, in {Path.cwd()}, "
+            "nor in its folder nbs; get it from the project's nbs/train.ipynb."
         )
     slices.folder.mkdir(parents=True, exist_ok=True)
     _settle(slices)
@@ -283,7 +287,8 @@ def _settle(slices: Slices) -> None:
     while live := [run for run in slices.runs() if run.state in LIVE_STATES]:
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{live[0].name} is still {live[0].state}: the series is being run already. Stop it with Run({str(live[0].dir.path)!r}).stop()."
+                f"{live[0].name} is still {live[0].state}: the series is being run already. "
+                f"Stop it with Run({str(live[0].dir.path)!r}).stop()."
             )
         time.sleep(0.2)
 

@@ -208,7 +208,8 @@ class Leader:
         known = self._joined.get(node)
         if type(node) is not int or not 0 < node < cfg.nnodes:
             return (
-                f"node_rank={node!r}, but nnodes={cfg.nnodes}: the nodes are 0 to {cfg.nnodes - 1}, and each number is taken once.",
+                f"node_rank={node!r}, but nnodes={cfg.nnodes}: the nodes are 0 to "
+                f"{cfg.nnodes - 1}, and each number is taken once.",
                 False,
             )
         if known and time.monotonic() - known.heard < 3 * HEARTBEAT_S:
@@ -255,8 +256,10 @@ class Leader:
                 return None
             if time.monotonic() > until:
                 text = (
-                    f"node {', '.join(map(str, missing))} of {self._cfg.nnodes} did not join within join_timeout_s={self._cfg.join_timeout_s:g} s. "
-                    f"Start the same command there with its own --node-rank, and see that it reaches {self._rdzv} from there."
+                    f"node {', '.join(map(str, missing))} of {self._cfg.nnodes} did not join "
+                    f"within join_timeout_s={self._cfg.join_timeout_s:g} s. "
+                    "Start the same command there with its own --node-rank, "
+                    f"and see that it reaches {self._rdzv} from there."
                 )
                 return {
                     "rank": None,
@@ -368,7 +371,8 @@ class Follower:
             if "refused" in over:
                 if time.monotonic() > patient_until:
                     raise NodesError(
-                        f"node 0 at {self._rdzv} refused this one for join_timeout_s={self._cfg.join_timeout_s:g} s: {over['refused']}"
+                        f"node 0 at {self._rdzv} refused this one for "
+                        f"join_timeout_s={self._cfg.join_timeout_s:g} s: {over['refused']}"
                     )
                 self._node_dir.update_status(activity=over["refused"])
                 time.sleep(RETRY_S)
@@ -422,7 +426,9 @@ class Follower:
             self._node_dir.update_status(activity=f"calling node 0 at {self._rdzv}: {reason}")
             if time.monotonic() > until:
                 raise NodesError(
-                    f"node 0 did not answer at {self._rdzv} within join_timeout_s={self._cfg.join_timeout_s:g} s ({reason}). Is it started, is that an address "
+                    f"node 0 did not answer at {self._rdzv} within "
+                    f"join_timeout_s={self._cfg.join_timeout_s:g} s ({reason}). Is it started, "
+                    "is that an address "
                     "of it, and does no firewall stand between?"
                 )
             time.sleep(RETRY_S)

@@ -149,7 +149,8 @@ class Estimate:
                 if decide(ask, changed, self.gpu, self.gpus).fits:
                     return changed
         raise ConfigError(
-            f"{self.line} None of the changes that were tried makes it fit; take a smaller model or max_length, or more or larger GPUs."
+            f"{self.line} None of the changes that were tried makes it fit; "
+            "take a smaller model or max_length, or more or larger GPUs."
         )
 
     @property
@@ -171,12 +172,14 @@ class Estimate:
             )
         if self.disk_gib["kept"] > disk:
             said.append(
-                f"the disk holds fewer than keep={self.config.keep} checkpoints and one being written: {self.disk_gib['kept']:.1f} GiB, {whose} {disk:.0f} GiB"
+                f"the disk holds fewer than keep={self.config.keep} checkpoints and one being "
+                f"written: {self.disk_gib['kept']:.1f} GiB, {whose} {disk:.0f} GiB"
             )
         hours = self.config.max_hours or session_hours() or _SESSION_HOURS
         if self.hours and self.hours > hours:
             said.append(
-                f"it may take up to {_hours(self.hours)}, longer than a session of {_hours(hours)}: it would go on in the next one"
+                f"it may take up to {_hours(self.hours)}, longer than a session of "
+                f"{_hours(hours)}: it would go on in the next one"
             )
         if self.decided.dtype == "bf16" and not has_bf16(self.gpu.capability):
             said.append(
@@ -188,17 +191,22 @@ class Estimate:
     def assumptions(self) -> list[str]:
         found = self.simulation.found
         said = [
-            f"every micro-batch is as large as it can be: {self.decided.batch_size} rows of {self.decided.max_length} tokens, {found['packing']}",
-            f"CUDA's context, kernels and NCCL take {self.simulation.context / 2**20:.0f} MiB; the caching allocator takes what it would for these requests",
-            "a rank takes 1.9 GiB of the host's memory before the model, and rank 0 reads all of it (frozen weights in the compute dtype, else fp32)",
+            f"every micro-batch is as large as it can be: {self.decided.batch_size} rows of "
+            f"{self.decided.max_length} tokens, {found['packing']}",
+            f"CUDA's context, kernels and NCCL take {self.simulation.context / 2**20:.0f} MiB; "
+            "the caching allocator takes what it would for these requests",
+            "a rank takes 1.9 GiB of the host's memory before the model, "
+            "and rank 0 reads all of it (frozen weights in the compute dtype, else fp32)",
         ]
         if self.tokens_per_second:
             said.append(
-                "time: half of the data sheet's operations, three quarters of its bandwidth, transfers beside them; rough, within a factor of two"
+                "time: half of the data sheet's operations, three quarters of its bandwidth, "
+                "transfers beside them; rough, within a factor of two"
             )
             known = "" if self._rows_are_known else ", if the data has as many"
             said.append(
-                f"hours: {self.rows:,} rows{known}, all of max_length, {self.config.num_epochs} epoch(s); shorter texts take less"
+                f"hours: {self.rows:,} rows{known}, all of max_length, "
+                f"{self.config.num_epochs} epoch(s); shorter texts take less"
             )
         return said
 

@@ -254,9 +254,13 @@ class Communication:
             else f"for each of {self.shape.micro_batches} micro-batches"
         )
         return (
-            f"{self.shape.parameters / 1e9:.2f} billion parameters, {self.shape.trainable / 1e9:.2f} trained, gathered {how} in {self.shape.width} bytes, "
-            f"gradients in 4; {self.shape.tokens:,} tokens a GPU and step at {self.mfu:.0%} of {self.gpu.name}'s {self.gpu.flops / 1e12:,.0f} TFLOPS; "
-            f"{self.gpus} GPUs a node, {self.link / 1e9:g} GB/s inside, {self.network * 8 / 1e9:g} Gb/s a GPU between nodes"
+            f"{self.shape.parameters / 1e9:.2f} billion parameters, "
+            f"{self.shape.trainable / 1e9:.2f} trained, gathered {how} in {self.shape.width} "
+            "bytes, "
+            f"gradients in 4; {self.shape.tokens:,} tokens a GPU and step at {self.mfu:.0%} of "
+            f"{self.gpu.name}'s {self.gpu.flops / 1e12:,.0f} TFLOPS; "
+            f"{self.gpus} GPUs a node, {self.link / 1e9:g} GB/s inside, "
+            f"{self.network * 8 / 1e9:g} Gb/s a GPU between nodes"
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -295,7 +299,8 @@ class Communication:
         said = "".join(f"<li>{escape(line)}</li>" for line in self.lines)
         return (
             f"<div><b>{escape(Path(self.config.model).name)}</b>: {escape(self.assumptions)}</div><ul>{said}</ul>"
-            f'<img alt="{escape("; ".join(self.lines), quote=True)}" src="data:image/png;base64,{picture}" style="max-width:100%">'
+            f'<img alt="{escape("; ".join(self.lines), quote=True)}" '
+            f'src="data:image/png;base64,{picture}" style="max-width:100%">'
             f"<details><summary>Table</summary>{table}</details>"
         )
 
@@ -392,7 +397,8 @@ def communication(
             )
     if not layouts or not nodes or min(nodes) < 1 or gpus < 1:
         raise ConfigError(
-            f"nodes={tuple(nodes)!r}, gpus={gpus}, layouts={tuple(layouts)!r}: nodes and GPUs are numbers from 1 on, and there must be a layout."
+            f"nodes={tuple(nodes)!r}, gpus={gpus}, layouts={tuple(layouts)!r}: "
+            "nodes and GPUs are numbers from 1 on, and there must be a layout."
         )
     if link <= 0 or network <= 0 or not 0 < mfu <= 1:
         raise ConfigError(
@@ -403,7 +409,8 @@ def communication(
         raise ConfigError(f"gpu={gpu!r}: its speed is not known; name one that is, such as 'H100'.")
     if cfg.zero_stage or cfg.offload != "none":
         raise ConfigError(
-            f"strategy={cfg.strategy!r}, offload={cfg.offload!r}: what DeepSpeed sends is not computed here; use strategy='fsdp' and layouts."
+            f"strategy={cfg.strategy!r}, offload={cfg.offload!r}: "
+            "what DeepSpeed sends is not computed here; use strategy='fsdp' and layouts."
         )
     shape = read_shape(cfg, kind, gpus)
     computing = (

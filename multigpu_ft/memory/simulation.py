@@ -134,8 +134,10 @@ def _local_model(cfg: RunConfig, blocks: int | None) -> Iterator[tuple[RunConfig
             config = AutoConfig.from_pretrained(cfg.model, revision=cfg.revision)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
-                f"the shape of {cfg.model!r} is not known: there is no config.json of it in a folder of this name, and the Hub does not give one "
-                f"({str(error).splitlines()[0][:200]}). Check the id (user/name), the network, and HF_TOKEN if it is gated. Without a network, known are "
+                f"the shape of {cfg.model!r} is not known: there is no config.json of it in a "
+                "folder of this name, and the Hub does not give one "
+                f"({str(error).splitlines()[0][:200]}). Check the id (user/name), the network, "
+                "and HF_TOKEN if it is gated. Without a network, known are "
                 f"{', '.join(ARCHITECTURES)}."
             ) from None
     own = getattr(config, "num_hidden_layers", None)

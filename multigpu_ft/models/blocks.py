@@ -30,7 +30,8 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         )
     if not blocks:
         raise ModelError(
-            f"{type(model).__name__} names no transformer blocks (_no_split_modules) and has no list of them, so fsdp and half precision "
+            f"{type(model).__name__} names no transformer blocks (_no_split_modules) and has no "
+            "list of them, so fsdp and half precision "
             "can't wrap them; use strategy='ddp' and dtype='fp32'."
         )
     return blocks

@@ -83,17 +83,20 @@ def _not_loaded(what: str, cfg: RunConfig, error: Exception) -> ModelError:
     )
     if "attention implementation" in str(error) or "scaled_dot_product" in str(error):
         return ModelError(
-            f"{cfg.model!r} cannot be used with attn_implementation={cfg.attn_implementation!r}; use attn_implementation='eager'."
+            f"{cfg.model!r} cannot be used with "
+            f"attn_implementation={cfg.attn_implementation!r}; use attn_implementation='eager'."
         )
     where = f"{what} {cfg.model!r}" + (f" at revision {cfg.revision!r}" if cfg.revision else "")
     return ModelError(
-        f"{where} could not be loaded: {reason[:300]} Check the id (user/name) or the folder, the network (on Kaggle: Settings, Internet on), "
+        f"{where} could not be loaded: {reason[:300]} Check the id (user/name) or the folder, "
+        "the network (on Kaggle: Settings, Internet on), "
         "and HF_TOKEN if the model is gated or private."
     )
 
 
 PLAIN_CHAT = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role "
+    "== 'assistant' else '' }}\n{% endfor %}"
     "{{ 'assistant:' if add_generation_prompt else '' }}"
 )
 
@@ -157,7 +160,8 @@ def load_config(
         positions -= config.pad_token_id + 1
     if positions and cfg.max_length > positions:
         raise ModelError(
-            f"max_length={cfg.max_length} exceeds the {positions} positions of {cfg.model!r}; use max_length={positions} or less."
+            f"max_length={cfg.max_length} exceeds the {positions} positions of {cfg.model!r}; "
+            f"use max_length={positions} or less."
         )
     if label_names:
         config.id2label, config.label2id = (
@@ -203,7 +207,8 @@ def load_shell(
         raise _not_loaded("model", cfg, error) from error
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer):,} tokens, but {cfg.model!r} embeds only {model.get_input_embeddings().num_embeddings:,}: they don't belong together."
+            f"the tokenizer has {len(tokenizer):,} tokens, but {cfg.model!r} embeds only "
+            f"{model.get_input_embeddings().num_embeddings:,}: they don't belong together."
         )
     return model.train()
 

@@ -76,7 +76,8 @@ def target_modules(setting: str, model: nn.Module) -> list[str]:
             else "that this means"
         )
         raise ModelError(
-            f"lora_target_modules={setting!r}: {type(model).__name__} has no linear layer {what}; available: {', '.join(known)}."
+            f"lora_target_modules={setting!r}: {type(model).__name__} has no linear layer "
+            f"{what}; available: {', '.join(known)}."
         )
     return list(wanted)
 

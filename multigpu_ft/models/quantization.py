@@ -41,7 +41,8 @@ def choose_quantization(cfg: RunConfig, world_size: int, device: torch.device) -
         return "8bit", "one GPU"
     if wanted != "none" and missing:
         raise ConfigError(
-            f"weights in {wanted} need {missing}: pip install 'multigpu_ft[quantization]', or tuning='lora' with quantization='none'."
+            f"weights in {wanted} need {missing}: pip install 'multigpu_ft[quantization]', "
+            "or tuning='lora' with quantization='none'."
         )
     return wanted, f"tuning={cfg.tuning!r}" if cfg.tuning != "lora" else "as configured"
 

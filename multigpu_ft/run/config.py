@@ -154,7 +154,8 @@ class RunConfig(BaseModel):
     packing: Literal["auto", "packed", "bucketed", "padded"] = _field(
         "auto",
         "data",
-        "several texts in a row, texts of like length together, or texts as they come; auto: the faster one that is exact for the model",
+        "several texts in a row, texts of like length together, or texts as they come; auto: "
+        "the faster one that is exact for the model",
     )
 
     num_epochs: int = _field(1, "training", "passes over the slice (epochs)", low=1)
@@ -182,7 +183,8 @@ class RunConfig(BaseModel):
     learning_rate: float = _field(
         None,
         "training",
-        f"peak learning rate; empty: {_FROM_SCRATCH_LR:g} for a builtin model, {_PRETRAINED_LR:g} for a pretrained one, {_ADAPTER_LR:g} for an adapter",
+        f"peak learning rate; empty: {_FROM_SCRATCH_LR:g} for a builtin model, "
+        f"{_PRETRAINED_LR:g} for a pretrained one, {_ADAPTER_LR:g} for an adapter",
         above=0,
         high=1,
     )
@@ -221,18 +223,21 @@ class RunConfig(BaseModel):
         _field(
             "auto",
             "parallelism",
-            "how GPUs share work; auto: single on one, ddp if it fits, else fsdp. accelerate: Accelerate's ddp; zero1 to zero3: DeepSpeed's",
+            "how GPUs share work; auto: single on one, ddp if it fits, else fsdp. accelerate: "
+            "Accelerate's ddp; zero1 to zero3: DeepSpeed's",
         )
     )
     sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = _field(
         "full_shard",
         "parallelism",
-        "what fsdp shards: all; only gradients and optimizer state; or, hybrid, all inside each node, with a replica on every node",
+        "what fsdp shards: all; only gradients and optimizer state; or, hybrid, "
+        "all inside each node, with a replica on every node",
     )
     communication: Literal["auto", "window", "micro_batch"] = _field(
         "auto",
         "parallelism",
-        "fsdp gathers parameters and reduces gradients once per accumulation window or per micro-batch; auto: window where memory allows",
+        "fsdp gathers parameters and reduces gradients once per accumulation window or per "
+        "micro-batch; auto: window where memory allows",
     )
     deepspeed_config: str | None = _field(
         None,
@@ -275,13 +280,15 @@ class RunConfig(BaseModel):
         _field(
             "auto",
             "memory",
-            "blocks that compute their activations again in the backward pass: none, full, a number k for every k-th; auto: as few as fit",
+            "blocks that compute their activations again in the backward pass: none, full, "
+            "a number k for every k-th; auto: as few as fit",
         )
     )
     offload: Literal["none", "optimizer", "all"] = _field(
         "none",
         "memory",
-        "what zero keeps in host memory: the optimizer and its fp32 weights (zero1 to zero3), or parameters too (zero3)",
+        "what zero keeps in host memory: the optimizer and its fp32 weights (zero1 to zero3), "
+        "or parameters too (zero3)",
     )
     memory_check: Literal["refuse", "warn", "off"] = _field(
         "refuse",
@@ -295,7 +302,8 @@ class RunConfig(BaseModel):
     resume_file: str = _field(
         "auto",
         "checkpoint",
-        "auto (newest of this model and dataset under run_root), none, a checkpoint's name or path, a .pt file with MODEL_STATE, or hub:user/repo[@name]",
+        "auto (newest of this model and dataset under run_root), none, "
+        "a checkpoint's name or path, a .pt file with MODEL_STATE, or hub:user/repo[@name]",
     )
     resume_scope: Literal["all", "weights"] = _field(
         "all",
@@ -329,7 +337,8 @@ class RunConfig(BaseModel):
     save_failure: Literal["continue", "stop"] = _field(
         "continue",
         "checkpoint",
-        "when a checkpoint cannot be written: go on and say so, or stop; the last one of a run must succeed in any case",
+        "when a checkpoint cannot be written: go on and say so, or stop; "
+        "the last one of a run must succeed in any case",
     )
     keep_best: bool = _field(
         False,
@@ -339,7 +348,8 @@ class RunConfig(BaseModel):
     hf_repo: str | None = _field(
         None,
         "checkpoint",
-        "Hub repository user/name that gets checkpoints and the exported model; needs HF_TOKEN. Empty: RESULT_MODEL_ID of the environment",
+        "Hub repository user/name that gets checkpoints and the exported model; needs HF_TOKEN. "
+        "Empty: RESULT_MODEL_ID of the environment",
     )
     hf_private: bool = _field(
         True, "checkpoint", "make hf_repo private where it does not exist yet"
@@ -375,7 +385,8 @@ class RunConfig(BaseModel):
     patience: int | None = _field(
         None,
         "tracking",
-        "stop after so many evaluations in a row without a lower loss, and take the best one (keep_best); empty: never (evaluations)",
+        "stop after so many evaluations in a row without a lower loss, "
+        "and take the best one (keep_best); empty: never (evaluations)",
         low=1,
     )
 
@@ -424,11 +435,13 @@ class RunConfig(BaseModel):
     def _check_combinations(self) -> RunConfig:
         if self.strategy == "single" and (self.nproc or 1) > 1:
             raise ValueError(
-                f"strategy='single' runs 1 process, nproc asks for {self.nproc}; use strategy='ddp' or 'fsdp', or nproc=1"
+                f"strategy='single' runs 1 process, nproc asks for {self.nproc}; "
+                "use strategy='ddp' or 'fsdp', or nproc=1"
             )
         if self.strategy == "single" and self.nnodes > 1:
             raise ValueError(
-                f"strategy='single' runs 1 process, but nnodes={self.nnodes} machines are to train together; use strategy='ddp' or 'fsdp'"
+                f"strategy='single' runs 1 process, but nnodes={self.nnodes} machines are to "
+                "train together; use strategy='ddp' or 'fsdp'"
             )
         if self.sharding == "hybrid_shard" and self.strategy not in ("auto", "fsdp"):
             raise ValueError(
@@ -436,17 +449,20 @@ class RunConfig(BaseModel):
             )
         if self.run_name and not re.fullmatch(r"(?!\.+$)[\w.-]{1,120}", self.run_name):
             raise ValueError(
-                f"run_name={self.run_name!r} may hold letters, digits, '.', '_' and '-' only, 120 at most, since it names a folder"
+                f"run_name={self.run_name!r} may hold letters, digits, '.', '_' and '-' only, "
+                "120 at most, since it names a folder"
             )
         if self.optimizer == "adamw_8bit" and self.strategy == "fsdp":
             raise ValueError(
-                "optimizer='adamw_8bit' keeps its state in blocks that cannot be sharded; use strategy='ddp' or 'single', or optimizer='adamw'"
+                "optimizer='adamw_8bit' keeps its state in blocks that cannot be sharded; "
+                "use strategy='ddp' or 'single', or optimizer='adamw'"
             )
         self._check_tuning()
         self._check_zero()
         if self.task == "classification" and self.packing == "packed":
             raise ValueError(
-                "packing='packed' puts several texts into a row, which has one label; use packing='auto', 'padded' or 'bucketed'"
+                "packing='packed' puts several texts into a row, which has one label; "
+                "use packing='auto', 'padded' or 'bucketed'"
             )
         self._check_evaluation()
         self._check_tracking()
@@ -457,12 +473,14 @@ class RunConfig(BaseModel):
             and not self.schedule_start_idx <= self.start_idx < self.schedule_end_idx
         ):
             raise ValueError(
-                f"start_idx={self.start_idx} is outside the schedule's rows {self.schedule_start_idx}-{self.schedule_end_idx}; "
+                f"start_idx={self.start_idx} is outside the schedule's rows "
+                f"{self.schedule_start_idx}-{self.schedule_end_idx}; "
                 "widen schedule_start_idx and schedule_end_idx to the whole series of slices"
             )
         if self.max_steps and self.warmup_steps > self.max_steps:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} is beyond max_steps={self.max_steps}; the peak rate would never be reached"
+                f"warmup_steps={self.warmup_steps} is beyond max_steps={self.max_steps}; "
+                "the peak rate would never be reached"
             )
         return self
 
@@ -476,38 +494,45 @@ class RunConfig(BaseModel):
             for name in ("offload", "deepspeed_config"):
                 if getattr(self, name) not in (None, "none"):
                     raise ValueError(
-                        f"{name}={getattr(self, name)!r} is for zero1 to zero3, not for strategy={self.strategy!r}; use strategy='zero2'"
+                        f"{name}={getattr(self, name)!r} is for zero1 to zero3, "
+                        f"not for strategy={self.strategy!r}; use strategy='zero2'"
                     )
             return
         if self.offload == "all" and self.zero_stage < 3:
             raise ValueError(
-                f"offload='all' moves parameters, which {self.strategy} keeps whole on every GPU; use strategy='zero3', or offload='optimizer'"
+                f"offload='all' moves parameters, which {self.strategy} keeps whole on every "
+                "GPU; use strategy='zero3', or offload='optimizer'"
             )
         if self.optimizer == "adamw_8bit":
             raise ValueError(
-                f"optimizer='adamw_8bit' keeps its state in blocks that {self.strategy} cannot cut; use optimizer='adamw', or strategy='ddp'"
+                f"optimizer='adamw_8bit' keeps its state in blocks that {self.strategy} cannot "
+                "cut; use optimizer='adamw', or strategy='ddp'"
             )
         if self.zero_stage == 3 and self.quantized:
             raise ValueError(
-                "zero3 cuts weights into flat pieces and casts them, which packed 4-bit and 8-bit weights do not survive; use strategy='fsdp' with "
+                "zero3 cuts weights into flat pieces and casts them, "
+                "which packed 4-bit and 8-bit weights do not survive; use strategy='fsdp' with "
                 "tuning='qlora', strategy='ddp', or tuning='lora' with quantization='none'"
             )
         if self.zero_stage == 3 and self.compile:
             raise ValueError(
-                "compile=True does not see the hooks with which zero3 gathers weights; use compile=False, or strategy='fsdp'"
+                "compile=True does not see the hooks with which zero3 gathers weights; "
+                "use compile=False, or strategy='fsdp'"
             )
 
     def _check_evaluation(self) -> None:
         for name in ("eval_every", "patience", "keep_best", "eval_end_idx"):
             if getattr(self, name) and not self.evaluates:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r}, but there is nothing to evaluate on; name eval_dataset, eval_split of a Hub dataset, "
+                    f"{name}={getattr(self, name)!r}, but there is nothing to evaluate on; "
+                    "name eval_dataset, eval_split of a Hub dataset, "
                     "or eval_start_idx of a slice that is held out"
                 )
         first, end = self.eval_start_idx or 0, self.eval_end_idx or _NO_END
         if first >= end:
             raise ValueError(
-                f"eval_start_idx={first}, eval_end_idx={end}: that slice is empty; eval_start_idx must be below eval_end_idx"
+                f"eval_start_idx={first}, eval_end_idx={end}: that slice is empty; "
+                "eval_start_idx must be below eval_end_idx"
             )
         if not self.held_out:
             return
@@ -515,7 +540,8 @@ class RunConfig(BaseModel):
             self.end_idx is not None and self.start_idx < end and first < self.end_idx
         ):
             raise ValueError(
-                f"training rows and held-out rows of {self.dataset} overlap: start_idx={self.start_idx}, end_idx={self.end_idx}, "
+                f"training rows and held-out rows of {self.dataset} overlap: "
+                f"start_idx={self.start_idx}, end_idx={self.end_idx}, "
                 f"eval_start_idx={first}, eval_end_idx={self.eval_end_idx or '(end)'}; choose ranges that don't overlap"
             )
 
@@ -523,7 +549,8 @@ class RunConfig(BaseModel):
         unknown = [name for name in self.trackers if name not in ("wandb", "tensorboard")]
         if unknown:
             raise ValueError(
-                f"tracker={self.tracker!r}: unknown tracker {unknown[0]!r}; use 'wandb', 'tensorboard', 'wandb,tensorboard' or 'none'"
+                f"tracker={self.tracker!r}: unknown tracker {unknown[0]!r}; use 'wandb', "
+                "'tensorboard', 'wandb,tensorboard' or 'none'"
             )
         if self.log_artifacts and "wandb" not in self.trackers:
             raise ValueError(
@@ -531,7 +558,8 @@ class RunConfig(BaseModel):
             )
         if self.histogram_every and not self.trackers:
             raise ValueError(
-                f"histogram_every={self.histogram_every}, but tracker='none' shows no histograms; use tracker='wandb' or 'tensorboard'"
+                f"histogram_every={self.histogram_every}, but tracker='none' shows no "
+                "histograms; use tracker='wandb' or 'tensorboard'"
             )
 
     @property
@@ -570,12 +598,14 @@ class RunConfig(BaseModel):
     def _check_tuning(self) -> None:
         if self.quantized and self.quantization not in ("auto", self.quantized):
             raise ValueError(
-                f"quantization={self.quantization!r}, but tuning={self.tuning!r} means {self.quantized!r}; leave quantization on 'auto', or use tuning='lora'"
+                f"quantization={self.quantization!r}, but tuning={self.tuning!r} means "
+                f"{self.quantized!r}; leave quantization on 'auto', or use tuning='lora'"
             )
         if self.tuning == "full" and self.quantized:
             adapter = "qlora" if self.quantized == "4bit" else "lora8bit"
             raise ValueError(
-                f"{self.quantized} weights can't be trained directly; use tuning={adapter!r}, which trains an adapter on top of them"
+                f"{self.quantized} weights can't be trained directly; use tuning={adapter!r}, "
+                "which trains an adapter on top of them"
             )
         if self.tuning == "full" and self.merge_adapter:
             raise ValueError(
@@ -583,7 +613,8 @@ class RunConfig(BaseModel):
             )
         if self.quantized == "8bit" and self.strategy == "fsdp":
             raise ValueError(
-                "8-bit weights keep their scales outside the tensor that fsdp shards; use tuning='qlora' with fsdp, or strategy='ddp' or 'single'"
+                "8-bit weights keep their scales outside the tensor that fsdp shards; "
+                "use tuning='qlora' with fsdp, or strategy='ddp' or 'single'"
             )
         if self.quantized and self.compile:
             raise ValueError(
@@ -690,7 +721,8 @@ def _explain(error: ValidationError) -> str:
         name = str(e["loc"][0]) if e["loc"] else ""
         if e["type"] == "extra_forbidden":
             lines.append(
-                f"unknown parameter {name!r}{did_you_mean(name, RunConfig.model_fields)}; `RunConfig.model_fields` lists the known ones."
+                f"unknown parameter {name!r}{did_you_mean(name, RunConfig.model_fields)}; "
+                "`RunConfig.model_fields` lists the known ones."
             )
         elif name not in RunConfig.model_fields:
             lines.append(f"{e.get('ctx', e).get('error', e['msg'])}.")
@@ -784,7 +816,10 @@ PRESET_NEEDS = {  # beside the packages, the Hub (or copies in folders) and, wit
     "tiny": "nothing: 2 CPU cores, no network",
     "opt-1.3b-arxiv": "2 GPUs of 16 GB; 5 GB of disk for the model, 16 GB for a checkpoint",
     "qwen3-lora-chat": "1 GPU of 16 GB or several; 2 GB of disk",
-    "qwen3-14b-qlora": "2 GPUs of 16 GB; multigpu_ft[quantization]; 30 GB of disk for the model (on Kaggle, attach it as an input)",
+    "qwen3-14b-qlora": (
+        "2 GPUs of 16 GB; multigpu_ft[quantization]; 30 GB of disk for the model (on Kaggle, "
+        "attach it as an input)"
+    ),
     "bert-sst2-lora": "any GPU (on one: multigpu_ft[quantization], or quantization='none'); 1 GB of disk",
     "distilbert-sst2": "any GPU; 3 GB of disk",
 }

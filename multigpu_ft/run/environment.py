@@ -60,8 +60,14 @@ def session_hours() -> float | None:
 def quota_note() -> str | None:
     "What else limits the use of this machine, in a sentence; `None` if nothing is known to."
     return {
-        "kaggle": "GPU sessions take from a weekly quota (about 30 hours) for as long as they are on, busy or not: kaggle.com/settings shows what is left",
-        "colab": "Colab may end a session before its 12 hours, sooner when the tab is closed or idle, and everything outside the Drive is lost then",
+        "kaggle": (
+            "GPU sessions take from a weekly quota (about 30 hours) for as long as they are on, "
+            "busy or not: kaggle.com/settings shows what is left"
+        ),
+        "colab": (
+            "Colab may end a session before its 12 hours, sooner when the tab is closed or idle, "
+            "and everything outside the Drive is lost then"
+        ),
     }.get(platform())
 
 # %% ../../nbs/run/02_environment.ipynb #f8db1720
@@ -155,7 +161,8 @@ def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
         return GPU(str(wanted), memory_mib)
     if found is None:
         raise ConfigError(
-            f"gpu_memory_gib={wanted!r}: unknown GPU; known names: {', '.join(gpu.name for gpu in GPUS)}. For any other GPU, give its memory in GiB."
+            f"gpu_memory_gib={wanted!r}: unknown GPU; known names: "
+            f"{', '.join(gpu.name for gpu in GPUS)}. For any other GPU, give its memory in GiB."
         )
     if memory_mib:  # of one name there are several sizes
         found = replace(found, memory_mib=memory_mib)
@@ -194,7 +201,8 @@ def installed_gpus() -> list[Device]:
         raise RuntimeError("nvidia-smi gives no answer") from None
     if done.returncode:
         raise RuntimeError(
-            f"nvidia-smi fails: {(done.stdout + done.stderr).strip().splitlines()[0] if done.stdout + done.stderr else done.returncode}"
+            "nvidia-smi fails: "
+            f"{(done.stdout + done.stderr).strip().splitlines()[0] if done.stdout + done.stderr else done.returncode}"
         )
     found = []
     for line in done.stdout.strip().splitlines():

@@ -64,11 +64,13 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is damaged: it isn't valid JSON ({error}). Restore it from a copy, or move the run's directory away."
+            f"{path} is damaged: it isn't valid JSON ({error}). Restore it from a copy, "
+            "or move the run's directory away."
         ) from None
     if not isinstance(found, dict):
         raise ConfigError(
-            f"{path} is damaged: expected a JSON object, found {type(found).__name__}. Restore it from a copy, or move the run's directory away."
+            f"{path} is damaged: expected a JSON object, found {type(found).__name__}. "
+            "Restore it from a copy, or move the run's directory away."
         )
     return found
 
@@ -111,7 +113,8 @@ def _making(cfg: RunConfig) -> Iterator[None]:
         if error.errno not in _OF_THE_NAME:
             raise
         raise ConfigError(
-            f"can't create the run's directory in run_root={cfg.run_root!r} ({error.strerror}: {error.filename!r}). Set run_root to a writable folder, "
+            f"can't create the run's directory in run_root={cfg.run_root!r} ({error.strerror}: "
+            f"{error.filename!r}). Set run_root to a writable folder, "
             "or choose another run_name."
         ) from None
 
@@ -253,7 +256,8 @@ class RunDir:
         if wrong or found.get("state") not in (*LIVE_STATES, *FINAL_STATES):
             name = wrong[0] if wrong else "state"
             raise ConfigError(
-                f"{self.path}/status.json is damaged: {name} is {found.get(name)!r}. Restore it from a copy, or move the run's directory away."
+                f"{self.path}/status.json is damaged: {name} is {found.get(name)!r}. "
+                "Restore it from a copy, or move the run's directory away."
             )
         return found
 

@@ -27,7 +27,8 @@ _BARE_HEX_KEY = re.compile(
     r"^[0-9a-f]{40}$"
 )  # a W&B key; a git commit looks the same, so revisions may
 _SECRET_REMEDY = (
-    "secrets can't be parameters, because those are saved in config.json and in the notebook. Put it in the environment variable "
+    "secrets can't be parameters, because those are saved in config.json and in the notebook. "
+    "Put it in the environment variable "
     "HF_TOKEN or WANDB_API_KEY, or in Kaggle's or Colab's secrets under that name, and revoke this one if it was shared"
 )
 

@@ -78,12 +78,14 @@ def make_strategy(
     chosen = DDP if needed < 0.75 * memory else FSDP
     if chosen is FSDP and cfg.optimizer == "adamw_8bit":
         raise ConfigError(
-            f"training state needs {needed:.1f} GiB, a GPU has {memory:.1f} GiB: that takes fsdp, for which optimizer='adamw_8bit' is not made; "
+            f"training state needs {needed:.1f} GiB, a GPU has {memory:.1f} GiB: "
+            "that takes fsdp, for which optimizer='adamw_8bit' is not made; "
             "use optimizer='adamw'."
         )
     if chosen is FSDP and quantization == "8bit":
         raise ConfigError(
-            f"training state needs {needed:.1f} GiB, a GPU has {memory:.1f} GiB: that takes fsdp, which 8-bit weights do not survive; "
+            f"training state needs {needed:.1f} GiB, a GPU has {memory:.1f} GiB: "
+            "that takes fsdp, which 8-bit weights do not survive; "
             "use tuning='qlora' (4-bit)."
         )
     return chosen(cfg, world), f"training state needs {needed:.1f} GiB, a GPU has {memory:.1f} GiB"
@@ -180,7 +182,8 @@ def choose_packing(
     fallback = "bucketed" if exact["bucketed"] else "padded"
     return (
         fallback,
-        f"{type(model).__name__} fails the self-check of {'packed and bucketed' if wanted == 'auto' else wanted}: texts would see each other",
+        f"{type(model).__name__} fails the self-check of "
+        f"{'packed and bucketed' if wanted == 'auto' else wanted}: texts would see each other",
     )
 
 # %% ../../nbs/training/04_setup.ipynb #3064eb94

@@ -46,7 +46,8 @@ def make_optimizer(cfg: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ConfigError(
-            f"optimizer='adamw_8bit' needs bitsandbytes ({error}): pip install 'multigpu_ft[quantization]', or optimizer='adamw'."
+            f"optimizer='adamw_8bit' needs bitsandbytes ({error}): "
+            "pip install 'multigpu_ft[quantization]', or optimizer='adamw'."
         ) from None
 
     class AdamW8bitOnShards(AdamW8bit):

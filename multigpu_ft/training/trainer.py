@@ -382,8 +382,10 @@ class Training:
                     and self.order.packing != "padded"
                 ):
                     outcome["message"] = (
-                        f"the slice made only {self.total_steps} optimizer steps, since each takes up to {self.order.rows_a_step} rows of "
-                        f"{self.cfg.max_length} tokens: for more steps lower batch_size, accum_steps or max_length, or use packing='padded'"
+                        f"the slice made only {self.total_steps} optimizer steps, "
+                        f"since each takes up to {self.order.rows_a_step} rows of "
+                        f"{self.cfg.max_length} tokens: for more steps lower batch_size, "
+                        "accum_steps or max_length, or use packing='padded'"
                     )
             else:
                 early = self.evaluations.patience_is_over
@@ -394,7 +396,8 @@ class Training:
                 )
                 outcome["message"] = (
                     f"nothing was left to train: slice {self.slice.start_idx}-{self.slice.end_idx} {had}. "
-                    f"Take the next slice, raise {'patience' if early else 'num_epochs'}, or start over with resume_file='none'"
+                    f"Take the next slice, raise {'patience' if early else 'num_epochs'}, "
+                    "or start over with resume_file='none'"
                 )
             self.tracker.status(activity="exporting the model")
             outcome |= {"eval_after": self.evaluations.newest} if self.evaluations.wanted else {}
@@ -582,7 +585,8 @@ class Training:
         if in_a_row >= _NON_FINITE_IN_A_ROW:
             raise FloatingPointError(
                 f"the gradient was not finite for {in_a_row} steps in a row, up to step {self.progress.step}: "
-                "lower learning_rate or max_grad_norm, use dtype='fp32' or 'bf16', or look for broken texts. Parameters and checkpoints are as before them."
+                "lower learning_rate or max_grad_norm, use dtype='fp32' or 'bf16', "
+                "or look for broken texts. Parameters and checkpoints are as before them."
             )
 
     def _save(self, end_of_epoch: bool) -> None:

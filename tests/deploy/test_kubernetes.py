@@ -342,9 +342,9 @@ def test_what_the_job_does_when_a_pod_ends(target):
 
 def test_the_command_of_each_node():
     job = " ".join(container(render(name="a").manifests)["command"])
-    assert (
-        job
-        == "multigpu-ft train --config /config/cfg.json --nnodes 2 --node-rank $(JOB_COMPLETION_INDEX) --rdzv a-0.a:29400 --as-job"
+    assert job == (
+        "multigpu-ft train --config /config/cfg.json --nnodes 2 --node-rank "
+        "$(JOB_COMPLETION_INDEX) --rdzv a-0.a:29400 --as-job"
     )
     trainjob = " ".join(container(render(name="a", target="trainjob").manifests)["command"])
     assert trainjob.endswith(
@@ -725,7 +725,10 @@ def test_what_a_cluster_refuses_is_told(api):
     api.refused = {"NetworkPolicy": ("networkpolicies is forbidden: User u cannot patch", 403)}
     with pytest.raises(
         ConfigError,
-        match="refuses NetworkPolicy opt-tiny-0-5000-node: networkpolicies is forbidden: User u cannot patch. Sent before: Name",
+        match=(
+            "refuses NetworkPolicy opt-tiny-0-5000-node: networkpolicies is forbidden: "
+            "User u cannot patch. Sent before: Name"
+        ),
     ):
         deploy_kubernetes(*CASES["builtin"], submit=True)
     api.refused, api.lost = {}, "NetworkPolicy"

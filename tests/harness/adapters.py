@@ -260,7 +260,8 @@ def main():
             k: f"{v:.1e}" if isinstance(v, float) else v for k, v in cell.items() if k in columns
         }
         print(
-            f"{cell['architecture']:10} {cell['tuning']:8} {cell['strategy']:6} {cell['losses'][0]:.3f} -> {cell['losses'][-1]:.3f}",
+            f"{cell['architecture']:10} {cell['tuning']:8} {cell['strategy']:6} "
+            f"{cell['losses'][0]:.3f} -> {cell['losses'][-1]:.3f}",
             shown,
             "reloaded",
             " ".join(f"{d:.1e}" for d in cell["reloaded"]),

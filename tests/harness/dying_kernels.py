@@ -36,7 +36,10 @@ CELLS = {
     "%%torchrun": "%%torchrun -n 2\n" + WORK,
 }
 WORKS = {
-    "launch": "launch(RunConfig(run_root='runs', packing='padded', batch_size=8, end_idx=64, resume_file='none')).state",
+    "launch": (
+        "launch(RunConfig(run_root='runs', packing='padded', batch_size=8, end_idx=64, "
+        "resume_file='none')).state"
+    ),
     "launch(function)": "launch(lambda: 42, nproc=2)",
     "%%torchrun": "%%torchrun -n 2\n40 + 2",
 }

@@ -1679,7 +1679,8 @@ def main():
         failures = counted.pop("failures")
         report[name] = {**counted, "failures": len(failures)}
         print(
-            f"{name:16} {counted['inputs']:7} {counted['accepted']:9} {counted['refused']:8} {len(failures):9} {counted['seconds']:8}",
+            f"{name:16} {counted['inputs']:7} {counted['accepted']:9} {counted['refused']:8} "
+            f"{len(failures):9} {counted['seconds']:8}",
             flush=True,
         )
         for seed, what in list(failures.items())[: options.shown]:
@@ -1689,7 +1690,8 @@ def main():
         for key in ("inputs", "accepted", "refused", "failures", "seconds")
     }
     print(
-        f"{'all':16} {total['inputs']:7} {total['accepted']:9} {total['refused']:8} {total['failures']:9} {total['seconds']:8.1f}"
+        f"{'all':16} {total['inputs']:7} {total['accepted']:9} {total['refused']:8} "
+        f"{total['failures']:9} {total['seconds']:8.1f}"
     )
     if options.json:
         options.json.write_text(

@@ -148,11 +148,15 @@ class Hosts:
             for path in (sys.prefix, sys.base_prefix, REPO)
         )
         script = (
-            f"set -e; hostname {name}-{host}; mount --make-rprivate /; mount -t tmpfs tmpfs /mnt; mkdir /mnt/upper /mnt/work /mnt/root; "
-            "mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root; cd /mnt/root; mkdir -p config shared home/multigpu-ft; "
+            f"set -e; hostname {name}-{host}; mount --make-rprivate /; "
+            "mount -t tmpfs tmpfs /mnt; mkdir /mnt/upper /mnt/work /mnt/root; "
+            "mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work "
+            "/mnt/root; cd /mnt/root; mkdir -p config shared home/multigpu-ft; "
             f"mount -t tmpfs tmpfs tmp; {binds} "  # in this order: the checkout may lie in /tmp
-            f"mount --bind {config} config; mount -o remount,bind,ro config; mount --bind {shared} shared; mount -t tmpfs tmpfs home/multigpu-ft; "
-            "mount --bind /etc/hosts etc/hosts; mount --rbind /dev dev; mount -t proc proc proc; mount -o remount,bind,ro /mnt/root; "
+            f"mount --bind {config} config; mount -o remount,bind,ro config; "
+            f"mount --bind {shared} shared; mount -t tmpfs tmpfs home/multigpu-ft; "
+            "mount --bind /etc/hosts etc/hosts; mount --rbind /dev dev; "
+            "mount -t proc proc proc; mount -o remount,bind,ro /mnt/root; "
             'exec chroot . "$@"'
         )
         env = {
@@ -360,7 +364,8 @@ def main():
     for name, result in found.items():
         times = result["gone_s"]
         print(
-            f"{name}: {result['cuts']} cuts, {result['restarts']} restarts, ranks gone after {statistics.median(times):.1f} s, {max(times):.1f} s at most"
+            f"{name}: {result['cuts']} cuts, {result['restarts']} restarts, "
+            f"ranks gone after {statistics.median(times):.1f} s, {max(times):.1f} s at most"
         )
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -94,7 +94,8 @@ def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
     assert saved == f"opt-tiny_0-5000-step-{step}"
     # and training goes on where it stopped, be it with one rank
     shown = k.run(
-        f"again = launch(RunConfig({plain}, batch_size=16, nproc=1, max_steps=2)); print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])"
+        f"again = launch(RunConfig({plain}, batch_size=16, nproc=1, max_steps=2)); "
+        "print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])"
     )
     assert (
         f"continues from checkpoint {saved}" in shown and f"{step + 1} {16 * (step + 1)}" in shown

@@ -136,7 +136,8 @@ def test_the_magic(kernel):
     k = kernel(OMP_NUM_THREADS="1")
     k.run("%load_ext multigpu_ft\nrate, other = 0.5, 3")
     shown = k.run(
-        "%%torchrun -n 2 --push rate,other --pull loss\nimport time\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "%%torchrun -n 2 --push rate,other --pull loss\nimport time\nimport torch.distributed "
+        "as dist\ndist.init_process_group('gloo')\n"
         "time.sleep(rank / 2)\nloss = rate * other + rank\nprint('loss', loss)\nworld_size * 10"
     )
     assert sorted(shown.split("\n")[:-1]) == ["[0] 20", "[0] loss 1.5", "[1] 20", "[1] loss 2.5"]

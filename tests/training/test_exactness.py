@@ -303,7 +303,9 @@ def test_8_bit_adam_says_where_it_cannot_go():
         RunConfig(strategy="fsdp", optimizer="adamw_8bit")
     code = (
         "import sys; sys.modules['bitsandbytes'] = None\nimport torch\nfrom multigpu_ft import RunConfig\n"
-        "from multigpu_ft.training.step import make_optimizer\nmake_optimizer(RunConfig(optimizer='adamw_8bit'), torch.nn.Linear(2, 2))"
+        "from multigpu_ft.training.step import "
+        "make_optimizer\nmake_optimizer(RunConfig(optimizer='adamw_8bit'), torch.nn.Linear(2, "
+        "2))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'multigpu_ft[quantization]'" in done.stderr
