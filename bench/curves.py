@@ -1,4 +1,5 @@
-"""The loss curves of all strategies over each other, in fp32: python bench/curves.py [--dataset FILE.jsonl]; writes bench/results/curves.png."""
+"""The loss curves of all strategies over each other, in fp32: python bench/curves.py [--dataset
+FILE.jsonl]; writes bench/results/curves.png."""
 
 import argparse
 import os

@@ -1,11 +1,12 @@
-"""An evaluation on real data, and the same numbers by hand: a tiny model of Python's documentation learns abstracts in two slices; what it was before and
-after each of them is compared on abstracts that none has seen, and on documentation, to see what was forgotten.
+"""An evaluation on real data, and the same numbers by hand: a tiny model of Python's
+documentation learns abstracts in two slices; what it was before and after each of them is
+compared on abstracts that none has seen, and on documentation, to see what was forgotten.
 
-    python bench/evaluation.py --dataset abstracts.jsonl
+python bench/evaluation.py --dataset abstracts.jsonl
 
-The comparison is nbs/evaluate.ipynb under papermill. By hand means a loop over the texts, one at a time without padding, with nothing but transformers and
-torch. Writes bench/results/evaluation.json and bench/results/evaluate.ipynb.
-"""
+The comparison is nbs/evaluate.ipynb under papermill. By hand means a loop over the texts, one
+at a time without padding, with nothing but transformers and torch. Writes
+bench/results/evaluation.json and bench/results/evaluate.ipynb."""
 
 import argparse
 import json

@@ -1,11 +1,13 @@
 """How often an interval that says 95% holds the true value: data sets are made of which the truth is known.
 
-    python bench/intervals.py --json bench/results/intervals.json      # 1,000 data sets of each shape and size; takes a while
+python bench/intervals.py --json bench/results/intervals.json      # 1,000 data sets of each
+shape and size; takes a while
 
-Of each shape the true ratio is computed from four million examples. `held` is the share of intervals with the truth inside, `too_high` and `too_low` of those
-above and below it, `width` their median width. At 1,000 data sets a share of 95% is counted to ±0.7 points (one standard error). Then: how often the
-verdict says something where there is nothing, how often it says "better" where a model is, and what a comparison of many examples takes.
-"""
+Of each shape the true ratio is computed from four million examples. `held` is the share of
+intervals with the truth inside, `too_high` and `too_low` of those above and below it, `width`
+their median width. At 1,000 data sets a share of 95% is counted to ±0.7 points (one standard
+error). Then: how often the verdict says something where there is nothing, how often it says
+"better" where a model is, and what a comparison of many examples takes."""
 
 import argparse
 import json
@@ -154,7 +156,8 @@ def verdicts(name, n, sets, shift):
 
 
 def share_coverage(lost, gained, n, sets):
-    "Of the change of accuracy, where a share `lost` of texts becomes wrong and `gained` right; and of the accuracy itself."
+    """Of the change of accuracy, where a share `lost` of texts becomes wrong and `gained`
+    right; and of the accuracy itself."""
     rng, held, accuracy = np.random.default_rng([n, int(1e4 * lost), int(1e4 * gained)]), 0, 0
     for number in range(sets):
         fewer, more, _ = rng.multinomial(n, [lost, gained, 1 - lost - gained])

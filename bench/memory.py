@@ -1,12 +1,13 @@
 """Predicted against measured: what two training steps take, simulated on fake tensors and run for real.
 
-    python bench/memory.py [NAME ...]      # 2 processes on a CPU; bytes that torch's CPU allocator handed out, from its profiler
-    python bench/memory.py --gpu           # one GPU, in a world of 2 ranks of which one is not there; max_memory_allocated and max_memory_reserved
-    python bench/memory.py --table         # what fits on 2 x T4: the models people ask for
-    python bench/memory.py --time [N]      # how long estimates take, from the command line, with nothing known from before
+python bench/memory.py [NAME ...]      # 2 processes on a CPU; bytes that torch's CPU allocator
+handed out, from its profiler python bench/memory.py --gpu           # one GPU, in a world of 2
+ranks of which one is not there; max_memory_allocated and max_memory_reserved python
+bench/memory.py --table         # what fits on 2 x T4: the models people ask for python
+bench/memory.py --time [N]      # how long estimates take, from the command line, with nothing
+known from before
 
-Writes bench/results/memory.json, memory-gpu.json, memory-table.json or memory-time.json; with names it only prints.
-"""
+Writes bench/results/memory.json, memory-gpu.json, memory-table.json or memory-time.json; with names it only prints."""
 
 import gc
 import json
@@ -174,8 +175,9 @@ def measure(cfg: RunConfig) -> tuple[int, int]:
 
 
 def peaks_of(tree: list) -> tuple[int, int]:
-    """The most bytes that were there at once from the first step on, and the same without what gloo's reduce_scatter copies for itself: its works keep that for
-    some time, another in each run, and NCCL does not."""
+    """The most bytes that were there at once from the first step on, and the same without what
+    gloo's reduce_scatter copies for itself: its works keep that for some time, another in each
+    run, and NCCL does not."""
     moments: list[tuple[int, int, int, bool]] = []
     begun = 0
 
@@ -382,7 +384,9 @@ class OnOneGPU:
 
 
 def measure_on_gpu(cfg: RunConfig) -> dict[str, float]:
-    "Peaks of two real steps on a GPU, rank 0 of 2, in bytes. What is gathered from the other rank is whatever was in memory."
+    """Peaks of two real steps on a GPU, rank 0 of 2, in bytes.
+
+    What is gathered from the other rank is whatever was in memory."""
     from multigpu_ft.memory.fake_strategies import SimulatedWorld
     from multigpu_ft.memory.simulation import _join
 

@@ -1,4 +1,5 @@
-"""The loss curves of two machines over that of one, in fp32: python bench/nodes.py; needs root, writes bench/results/nodes.{png,json}."""
+"""The loss curves of two machines over that of one, in fp32: python bench/nodes.py; needs root,
+writes bench/results/nodes.{png,json}."""
 
 import json
 import os

@@ -1,8 +1,8 @@
-"""The notebook experience in numbers, in JupyterLab and a real browser: the way from the form to a run that is attached to again, in seconds; what the panel
-costs; and how large a notebook is in which a long run was watched.
+"""The notebook experience in numbers, in JupyterLab and a real browser: the way from the form
+to a run that is attached to again, in seconds; what the panel costs; and how large a notebook
+is in which a long run was watched.
 
-    python bench/notebook.py --rounds 5 --steps 20000
-"""
+python bench/notebook.py --rounds 5 --steps 20000"""
 
 import argparse
 import json
@@ -71,7 +71,8 @@ def journey(folder):
 
 
 def long_run(folder, steps):
-    "A watched run of many steps; the notebook that is saved, and the same opened again without a kernel having run a cell."
+    """A watched run of many steps; the notebook that is saved, and the same opened again
+    without a kernel having run a cell."""
     epochs = max(1, steps // 10_000)
     settings = f"run_root='runs', run_name='long', packing='padded', batch_size=1, max_length=16, nproc=1, end_idx={steps // epochs}, num_epochs={epochs}"
     with Lab(folder, env={"OMP_NUM_THREADS": "1"}) as lab:

@@ -1,4 +1,5 @@
-"""Our step as a run makes it, on ranks that a comparison has started, and what the other side of the comparison needs: its batches, and taking turns."""
+"""Our step as a run makes it, on ranks that a comparison has started, and what the other side
+of the comparison needs: its batches, and taking turns."""
 
 import copy
 import tempfile
@@ -52,7 +53,8 @@ class Ours:
         )
 
     def step(self):
-        "All that a run does for a step: cut and deal the rows, train, agree on stopping, sum the loss over the ranks, log a line, keep the heartbeat."
+        """All that a run does for a step: cut and deal the rows, train, agree on stopping, sum
+        the loss over the ranks, log a line, keep the heartbeat."""
         interval, step = Interval(self.strategy), next(self.stream)
         loss, norm = train_step(self.strategy, step, 1e-4, 1.0, self._watch)
         interval.add(step, loss)
@@ -75,7 +77,9 @@ class Ours:
 
 
 def take_turns(ways, steps, tolerance):
-    "Each of `ways` makes `steps` steps, the first one in turn; returns their seconds. Losses may differ by `tolerance` of the loss."
+    """Each of `ways` makes `steps` steps, the first one in turn; returns their seconds.
+
+    Losses may differ by `tolerance` of the loss."""
     seconds = {way: [] for way in ways}
     for number in range(steps):
         losses = []

@@ -1,10 +1,11 @@
-"""The same kill for Trainer and for us: which texts of an epoch are trained twice, and which never, once the run has been resumed.
+"""The same kill for Trainer and for us: which texts of an epoch are trained twice, and which
+never, once the run has been resumed.
 
-    python bench/resume.py [--json bench/results/resume.json]
+python bench/resume.py [--json bench/results/resume.json]
 
-Two ranks, 48 texts, 8 a step, a checkpoint every 2 steps. Rank 1 is killed in its 5th step. Then the run is resumed on two ranks and, from the same
-checkpoint, on one. What counts is what went into the final model: steps up to the checkpoint, and all steps after the resume.
-"""
+Two ranks, 48 texts, 8 a step, a checkpoint every 2 steps. Rank 1 is killed in its 5th step.
+Then the run is resumed on two ranks and, from the same checkpoint, on one. What counts is what
+went into the final model: steps up to the checkpoint, and all steps after the resume."""
 
 import argparse
 import collections

@@ -1,10 +1,10 @@
 """How long a save holds up training, and how long it takes: ours, and torch's own, on a model of 110M parameters.
 
-    python bench/saving.py [--rounds 6] [--json bench/results/saving.json]
+python bench/saving.py [--rounds 6] [--json bench/results/saving.json]
 
-Every round takes every arm once, in an order of its own. A stall is the time until training may go on; a full save the time until the checkpoint is
-complete, flushed to the disk, with a digest of each file (torch's arms have no digests).
-"""
+Every round takes every arm once, in an order of its own. A stall is the time until training may
+go on; a full save the time until the checkpoint is complete, flushed to the disk, with a digest
+of each file (torch's arms have no digests)."""
 
 import argparse
 import json

@@ -1,9 +1,11 @@
-"""What trackers cost a run: seconds from its start to its first step and to its end, with each tracker and without, W&B with a key but no network.
+"""What trackers cost a run: seconds from its start to its first step and to its end, with each
+tracker and without, W&B with a key but no network.
 
-    unshare -rn python bench/trackers.py --json bench/results/trackers.json      # a network namespace with nothing in it but loopback
+unshare -rn python bench/trackers.py --json bench/results/trackers.json      # a network
+namespace with nothing in it but loopback
 
-Arms are interleaved. A run is one of the test harness, forked from a process that has torch imported, so that little else is in the numbers; each imports W&B.
-"""
+Arms are interleaved. A run is one of the test harness, forked from a process that has torch
+imported, so that little else is in the numbers; each imports W&B."""
 
 import argparse
 import fcntl

@@ -1,12 +1,14 @@
-"""The training core against what users would pick instead; writes bench/results/cpu.json (or gpu.json with --gpu) and prints the table.
+"""The training core against what users would pick instead; writes bench/results/cpu.json (or
+gpu.json with --gpu) and prints the table.
 
 python bench/training.py [--dataset FILE.jsonl] [--repeats 5] [--only PART ...]
 
-All arms train the same model (OPT, hidden 384, 6 layers, from the same random weights) on texts of the same file, with micro-batches of 4 texts of at most
-512 tokens or of 2 full rows, ours of 2 and of 3, on 2 gloo ranks of one thread each; a peer is compared with that of ours whose optimizer steps have most
-nearly as many real tokens. Arms are interleaved, their order rotates, and ratios are taken inside a round. An arm whose first loss is not that of
-the untrained model is an error.
-"""
+All arms train the same model (OPT, hidden 384, 6 layers, from the same random weights) on texts
+of the same file, with micro-batches of 4 texts of at most 512 tokens or of 2 full rows, ours of
+2 and of 3, on 2 gloo ranks of one thread each; a peer is compared with that of ours whose
+optimizer steps have most nearly as many real tokens. Arms are interleaved, their order rotates,
+and ratios are taken inside a round. An arm whose first loss is not that of the untrained model
+is an error."""
 
 import argparse
 import json
@@ -208,7 +210,8 @@ def spread(values):
 
 
 def nearest(found, arm, mine):
-    "The arm of ours, of the same strategy as `mine`, whose optimizer steps have most nearly as many tokens as those of the peer `arm`."
+    """The arm of ours, of the same strategy as `mine`, whose optimizer steps have most nearly
+    as many tokens as those of the peer `arm`."""
     ours = [name for name in found if name.split()[:2] == mine.split()[:2]]
     return min(
         ours,

@@ -1,10 +1,12 @@
-"""Accelerate and ZeRO against the same job written directly on Accelerate, and what each strategy keeps on a rank: python bench/zero.py [--rounds 5]
+"""Accelerate and ZeRO against the same job written directly on Accelerate, and what each
+strategy keeps on a rank: python bench/zero.py [--rounds 5]
 
-The same OPT (hidden 384, 6 layers, V=8,192) on 2 gloo ranks of one thread each, in fp32. "Ours" is all that a run does for a step (see ours.py); the
-direct job gets its batch for nothing, and has the same DeepSpeed settings. Both take turns in the same two processes, and their losses are compared. A round
-is a pair of processes for each strategy; tokens/s are those of ours alone. Bytes are those of all tensors alive, between two micro-batches or after the last
-backward pass of a step, whichever is more. Writes results/zero.json.
-"""
+The same OPT (hidden 384, 6 layers, V=8,192) on 2 gloo ranks of one thread each, in fp32. "Ours"
+is all that a run does for a step (see ours.py); the direct job gets its batch for nothing, and
+has the same DeepSpeed settings. Both take turns in the same two processes, and their losses are
+compared. A round is a pair of processes for each strategy; tokens/s are those of ours alone.
+Bytes are those of all tensors alive, between two micro-batches or after the last backward pass
+of a step, whichever is more. Writes results/zero.json."""
 
 import argparse
 import gc
@@ -56,7 +58,8 @@ def alive():
 
 
 def kept_bytes(strategy, micro_batches, targets):
-    "What a rank has of parameters, of copies in fp32, of gradients (between two micro-batches or after the last, whichever is more) and of moments, in bytes."
+    """What a rank has of parameters, of copies in fp32, of gradients (between two micro-batches
+    or after the last, whichever is more) and of moments, in bytes."""
     import torch
 
     gc.collect()

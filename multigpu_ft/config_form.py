@@ -570,5 +570,7 @@ class Form:
 
 
 def form(cfg: RunConfig | None = None) -> Form:
-    "Return a form for a `RunConfig`, starting from `cfg` or the defaults. Without a viewer it prints as Python and papermill lines."
+    """Return a form for a `RunConfig`, starting from `cfg` or the defaults.
+
+    Without a viewer it prints as Python and papermill lines."""
     return Form(cfg)

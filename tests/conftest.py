@@ -45,7 +45,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_sessionfinish(session):
-    "In CI everything is there that a test may need, except a GPU and, in some containers, the right to mount: any other skip is a failure."
+    """In CI everything is there that a test may need, except a GPU and, in some containers, the
+    right to mount: any other skip is a failure."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if (
         reporter is None
@@ -131,8 +132,9 @@ def kernel(tmp_path):
 
 @pytest.fixture
 def failing_rank(tmp_path):
-    """Environment in which rank 1 raises `ZeroDivisionError` after its third step. Python itself loads the fault, from a
-    sitecustomize module; the package knows nothing of it."""
+    """Environment in which rank 1 raises `ZeroDivisionError` after its third step.
+
+    Python itself loads the fault, from a sitecustomize module; the package knows nothing of it."""
     folder = tmp_path / "fault"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(

@@ -20,7 +20,9 @@ from multigpu_ft.run.config import PRESET_NEEDS, PRESETS
 
 @pytest.fixture(autouse=True)
 def no_estimates(monkeypatch):
-    "Each takes a core for seconds. One put off is called off: in the same process ten minutes of other tests may follow."
+    """Each takes a core for seconds.
+
+    One put off is called off: in the same process ten minutes of other tests may follow."""
     monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 600)
     yield
     for thread in threading.enumerate():

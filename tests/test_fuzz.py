@@ -1,4 +1,6 @@
-"""Generated inputs are accepted rightly or refused with one typed error. The harness is fuzz.py, which has a full size."""
+"""Generated inputs are accepted rightly or refused with one typed error.
+
+The harness is fuzz.py, which has a full size."""
 
 import subprocess
 import sys

@@ -74,8 +74,9 @@ def test_trains_saves_and_goes_on(run_root, strategy, dtype):
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_a_step_never_waits_for_the_gpu(tmp_path, packing, strategy, dtype):
-    """In a process of its own: CUDA is told to raise where the host would wait for it. Not so `padded`, whose mask transformers looks at, nor `bucketed`
-    for models that look for packing in their position ids (Llama, Qwen3)."""
+    """In a process of its own: CUDA is told to raise where the host would wait for it. Not so
+    `padded`, whose mask transformers looks at, nor `bucketed` for models that look for packing
+    in their position ids (Llama, Qwen3)."""
     code = f"""
 import torch
 from multigpu_ft import RunConfig

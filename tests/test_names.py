@@ -1,4 +1,5 @@
-"""What users type, read on disk or pass to papermill keeps its name: a list that was recorded, and what there is now."""
+"""What users type, read on disk or pass to papermill keeps its name: a list that was recorded,
+and what there is now."""
 
 import inspect
 import json

@@ -1,4 +1,5 @@
-"""What others install: wheel and sdist, built here and used in an environment of their own; and Kaggle's kernels, pushed by Kaggle's own client."""
+"""What others install: wheel and sdist, built here and used in an environment of their own; and
+Kaggle's kernels, pushed by Kaggle's own client."""
 
 import json
 import os

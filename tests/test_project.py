@@ -1,4 +1,5 @@
-"""The rules of the house: modules come from notebooks, imports point downwards, importing is light, the README's commands run."""
+"""The rules of the house: modules come from notebooks, imports point downwards, importing is
+light, the README's commands run."""
 
 import ast
 import json
@@ -206,7 +207,8 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("room", ORDER)
 def test_nothing_is_unpickled_or_run_that_came_from_elsewhere(room):
-    "As SECURITY.md says: pickle goes from a notebook to its own ranks only, and no code of a model or a dataset is run."
+    """As SECURITY.md says: pickle goes from a notebook to its own ranks only, and no code of a
+    model or a dataset is run."""
     source = file_of(room).read_text()
     called = {
         ast.unparse(node.func): node

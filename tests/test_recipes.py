@@ -39,7 +39,8 @@ def test_slices_one_after_the_other(recipe):
     )
     assert first.returncode == 0, first.stderr[-3000:]
     assert "starts from the base model" in outputs(recipe / "first.ipynb")
-    # the literal command of the manual, after a change of the parameters as one makes them: no output named, so the notebook goes to standard output
+    # the literal command of the manual, after a change of the parameters as one makes them: no
+    # output named, so the notebook goes to standard output
     notebook = (recipe / "train.ipynb").read_text()
     assert notebook.count('"slice_size = None ') == 1
     (recipe / "train.ipynb").write_text(

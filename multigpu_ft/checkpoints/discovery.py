@@ -29,7 +29,9 @@ def is_foreign(path: Path) -> bool:
 
 
 def belongs(checkpoint: Path, cfg: RunConfig) -> bool:
-    "Whether it is of `cfg`'s model and data, which may have been moved since. One whose commit is damaged counts as its run's."
+    """Whether it is of `cfg`'s model and data, which may have been moved since.
+
+    One whose commit is damaged counts as its run's."""
     try:
         origin = fingerprint(RunDir(checkpoint.parents[1]).config())
     except (ConfigError, ValueError):
@@ -56,7 +58,9 @@ _KEPT = (
 
 
 def _saved_under(root: Path) -> list[Path]:
-    "Checkpoints of all runs under `root`, newest first. With what is on Kaggle's and Colab's scratch disk belongs what was kept of earlier sessions."
+    """Checkpoints of all runs under `root`, newest first.
+
+    With what is on Kaggle's and Colab's scratch disk belongs what was kept of earlier sessions."""
     roots = [
         root,
         *(kept for pattern in _KEPT for kept in Path("/").glob(pattern) if str(root) in _SCRATCH),
@@ -71,7 +75,8 @@ def _saved_under(root: Path) -> list[Path]:
 
 
 def _beyond_best(found: list[Path], cfg: RunConfig) -> set[Path]:
-    "Those of `found` whose run, of another slice than `cfg`'s, has exported an earlier one in the end, its best: what was learnt after that was dropped."
+    """Those of `found` whose run, of another slice than `cfg`'s, has exported an earlier one in
+    the end, its best: what was learnt after that was dropped."""
     beyond: set[Path] = set()
     for path in {c.parents[1] for c in found}:
         best = RunDir(path).status().get("exported_checkpoint")
@@ -91,10 +96,11 @@ def _first_row(run_dir: RunDir) -> int | None:
 
 
 def find_checkpoints(cfg: RunConfig, run_dir: RunDir | None = None) -> list[Path]:
-    """The checkpoints that `run_dir` may go on from under `cfg`, best first. None: it starts from the base model, or from what has yet to come from the Hub.
+    """The checkpoints that `run_dir` may go on from under `cfg`, best first.
 
-    Raises `CheckpointError` if a named one does not exist, is not complete, or is of another model or dataset.
-    """
+    None: it starts from the base model, or from what has yet to come from the Hub.
+
+    Raises `CheckpointError` if a named one does not exist, is not complete, or is of another model or dataset."""
     own = run_dir.checkpoints()[::-1] if run_dir else []
     if cfg.resume_file == "none" or cfg.resume_file.startswith(HUB_PREFIX):
         return own
@@ -139,7 +145,8 @@ def _named(cfg: RunConfig, found: list[Path]) -> Path:
 
 
 def refuse_stranger(name: str, stored: dict[str, Any], cfg: RunConfig) -> None:
-    "Raise `CheckpointError` if the checkpoint `name` with the fingerprint `stored`, which the user named, is of another model or dataset than `cfg`'s."
+    """Raise `CheckpointError` if the checkpoint `name` with the fingerprint `stored`, which the
+    user named, is of another model or dataset than `cfg`'s."""
     if differ := difference(at_home(stored, cfg), fingerprint(cfg), cfg.resume_scope):
         raise CheckpointError(
             f"checkpoint {name} belongs to another run ({differ}). "
@@ -184,10 +191,10 @@ def kept_checkpoints(run_dir: RunDir) -> list[Path]:
 
 
 def retire(run_dir: RunDir, keep: int, budget: float | None = None, coming: int = 0) -> list[str]:
-    """Delete all but the newest `keep` checkpoints of a run and its ancestors, and more while they and `coming` bytes exceed `budget`, but never the last.
+    """Delete all but the newest `keep` checkpoints of a run and its ancestors, and more while
+    they and `coming` bytes exceed `budget`, but never the last.
 
-    The best one, if status.json names it, stays beside them. Returns the names of those deleted.
-    """
+    The best one, if status.json names it, stays beside them. Returns the names of those deleted."""
     best = run_dir.status().get("best", {}).get("checkpoint")
     kept, gone = kept_checkpoints(run_dir), []
     others = [c for c in kept if c.name != best]

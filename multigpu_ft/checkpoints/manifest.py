@@ -42,7 +42,9 @@ def flush(path: Path) -> None:
 
 
 def commit(partial: Path, stored: dict[str, Any], files: dict[str, dict[str, Any]]) -> Path:
-    "Make a checkpoint of the flushed `files` in `partial`; `stored` is its fingerprint. Returns its path, that of `partial` without the ending."
+    """Make a checkpoint of the flushed `files` in `partial`; `stored` is its fingerprint.
+
+    Returns its path, that of `partial` without the ending."""
     # to the microsecond: of more digits, the last may change and still be the same number, unnoticed
     record = {"time": round(time.time(), 6), "fingerprint": stored, "files": files}
     write_json(partial / COMMIT_FILE, {"commit": record, "sha256": commit_digest(record)})
@@ -66,7 +68,9 @@ def discard(checkpoint: Path) -> None:
 
 # %% ../../nbs/checkpoints/01_manifest.ipynb #5a8caddc
 def verify_checkpoint(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
-    "Raise `CheckpointError` naming the first file that is missing, cut short or altered. Of `parts` ranks each may read its `part` of the files."
+    """Raise `CheckpointError` naming the first file that is missing, cut short or altered.
+
+    Of `parts` ranks each may read its `part` of the files."""
     for number, (name, written) in enumerate(sorted(read_commit(checkpoint)["files"].items())):
         if number % parts == part:
             try:
@@ -101,7 +105,8 @@ _IN_FOLDER = " in folder "
 
 
 def _identity(name: str) -> str:
-    "A local file by its name and its folder, so that the one a notebook runs in does not matter; everything else by its name."
+    """A local file by its name and its folder, so that the one a notebook runs in does not
+    matter; everything else by its name."""
     if not os.path.exists(name):  # which is no error either for what no path can be
         return name
     path = Path(name).resolve()
@@ -125,7 +130,9 @@ def without_folder(name: str) -> str:
 
 
 def content_sample(path: Path, head: int | None = None) -> list[Any]:
-    "Of a file, how much of its beginning counts and its digest. Of a folder with a model, sizes and samples of its files."
+    """Of a file, how much of its beginning counts and its digest.
+
+    Of a folder with a model, sizes and samples of its files."""
     if path.is_file():
         with open(path, "rb") as file:
             content = file.read(_HEAD if head is None else head)
@@ -144,7 +151,8 @@ def content_sample(path: Path, head: int | None = None) -> list[Any]:
 
 
 def contents(cfg: RunConfig) -> dict[str, list[Any]]:
-    "Samples of the local files that `cfg` trains on and from, by field; a checkpoint carries them beside its fingerprint."
+    """Samples of the local files that `cfg` trains on and from, by field; a checkpoint carries
+    them beside its fingerprint."""
     return {
         field: content_sample(Path(getattr(cfg, field)))
         for field in ("model", "dataset")
@@ -153,7 +161,8 @@ def contents(cfg: RunConfig) -> dict[str, list[Any]]:
 
 
 def at_home(stored: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    "The fingerprint `stored`, with the folders of this machine for local files of `cfg` that have the same name and the same sample."
+    """The fingerprint `stored`, with the folders of this machine for local files of `cfg` that
+    have the same name and the same sample."""
     found = dict(stored)
     for field, (head, digest) in stored.get("contents", {}).items():
         path, here, there = Path(getattr(cfg, field)), _identity(getattr(cfg, field)), stored[field]
@@ -199,7 +208,8 @@ def _fields(cfg: RunConfig) -> list[str]:
 
 
 def difference(stored: dict[str, Any], wanted: dict[str, Any], scope: str = "all") -> str:
-    "In words, what differs between a checkpoint's fingerprint and the `wanted` one; empty if nothing. Weights alone may go on with other data."
+    """In words, what differs between a checkpoint's fingerprint and the `wanted` one; empty if
+    nothing. Weights alone may go on with other data."""
     counts = [
         name
         for name in wanted

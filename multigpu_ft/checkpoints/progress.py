@@ -60,9 +60,12 @@ class Progress:
         )
 
     def judge(self, scores: dict[str, float], data: str, planned: bool = True) -> bool:
-        """Take in the `scores` of an evaluation on `data`. Whether their `loss` is the lowest so far on this slice and that data.
+        """Take in the `scores` of an evaluation on `data`.
 
-        One that is not `planned`, at the last of `max_steps`, does not count as one more without a lower loss: a resumed run stops where it would have."""
+        Whether their `loss` is the lowest so far on this slice and that data.
+
+        One that is not `planned`, at the last of `max_steps`, does not count as one more
+        without a lower loss: a resumed run stops where it would have."""
         if self.best.get("data") != data:
             self.best = {}
         better = math.isfinite(scores["loss"]) and scores["loss"] < self.best.get("loss", math.inf)
@@ -77,11 +80,12 @@ class Progress:
 
 
 def next_progress(saved: Progress, cfg: RunConfig, end_idx: int, order: SampleOrder) -> Progress:
-    """Where to go on after `saved`: inside the same slice if it is the one of `cfg`, else at the start of `cfg`'s slice, counters kept.
+    """Where to go on after `saved`: inside the same slice if it is the one of `cfg`, else at
+    the start of `cfg`'s slice, counters kept.
 
-    On the same slice the global batch stays that of the checkpoint, whatever `order` says. Raises `CheckpointError` if that is inside an epoch
-    whose rows would now be in another order, because some would be repeated and some missed.
-    """
+    On the same slice the global batch stays that of the checkpoint, whatever `order` says.
+    Raises `CheckpointError` if that is inside an epoch whose rows would now be in another
+    order, because some would be repeated and some missed."""
     if cfg.resume_scope == "weights":
         saved = replace(saved, optimizer_step=0)
     if cfg.resume_scope == "weights" or not saved.is_of(cfg, end_idx):
@@ -119,7 +123,8 @@ def _rows(start: int, end: int) -> str:
 
 
 def ledger_remarks(trained: list[dict[str, Any]], start_idx: int, end_idx: int) -> list[str]:
-    "What is odd about training rows `start_idx` to `end_idx` after the slices in `trained`, a sentence each: repeats, overlaps, gaps, loose ends."
+    """What is odd about training rows `start_idx` to `end_idx` after the slices in `trained`, a
+    sentence each: repeats, overlaps, gaps, loose ends."""
     remarks = []
     same = [s for s in trained if (s["start_idx"], s["end_idx"]) == (start_idx, end_idx)]
     others = [s for s in trained if s not in same]

@@ -25,7 +25,9 @@ _CHUNK = 64 * 2**20  # bytes
 
 
 def _pass(path: Path, size: int, mode: str, do: Callable[[torch.Tensor], Any]) -> None:
-    "Send (`mode` 'rb') or receive ('wb') the `size` bytes of `path` by `do`, a buffer at a time. Raises `OSError` at the end if the disk failed."
+    """Send (`mode` 'rb') or receive ('wb') the `size` bytes of `path` by `do`, a buffer at a time.
+
+    Raises `OSError` at the end if the disk failed."""
     buffer, file, trouble = torch.empty(min(size, _CHUNK), dtype=torch.uint8), None, None
     try:
         file = open(path, mode)
@@ -50,7 +52,10 @@ def _pass(path: Path, size: int, mode: str, do: Callable[[torch.Tensor], Any]) -
 
 # %% ../../nbs/checkpoints/03_storage.ipynb #a90d3c7e
 class Storage:
-    "Which nodes have the files of `run_dir` in common. `shared`: all of them. `keeps`: this rank's node has the checkpoints. Making it is a collective."
+    """Which nodes have the files of `run_dir` in common.
+
+    `shared`: all of them. `keeps`: this rank's node has the checkpoints. Making it is a
+    collective."""
 
     def __init__(self, run_dir: RunDir, world: World) -> None:
         self._run_dir, self._world = run_dir, world
@@ -93,7 +98,8 @@ class Storage:
         return self._world.size if self.shared else self._world.local_size
 
     def fetch(self, path: Path) -> Path:
-        """Rank 0's checkpoint `path`, where this rank can read it: on a node that does not keep it a copy, until `let_go`. A collective.
+        """Rank 0's checkpoint `path`, where this rank can read it: on a node that does not keep
+        it a copy, until `let_go`. A collective.
 
         Raises `CheckpointError` if a node has no room for it."""
         if self.shared:
@@ -156,7 +162,8 @@ class Storage:
             dist.barrier(group=self._everybody)  # it is there for all of them or for none
 
     def gather(self, folder: Path, files: dict[int, tuple[str, int]], group: Any) -> None:
-        "Have what each rank of another node has written to `folder`, name and bytes by rank, in rank 0's `folder`. A collective of `group`."
+        """Have what each rank of another node has written to `folder`, name and bytes by rank,
+        in rank 0's `folder`. A collective of `group`."""
         world, trouble = self._world, None
         for rank in range(
             world.local_size, world.size

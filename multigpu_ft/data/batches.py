@@ -128,7 +128,8 @@ class Epoch:
 
     @cached_property
     def cost(self) -> tuple[int, int]:
-        "Tokens with padding, and pairs of positions in attention (which `packed` masks, not skips), that a pass over the epoch computes."
+        """Tokens with padding, and pairs of positions in attention (which `packed` masks, not
+        skips), that a pass over the epoch computes."""
         if self._order.packing == "packed":
             return len(self.rows) * self._order.max_length, len(
                 self.rows
@@ -197,7 +198,8 @@ def collate(rows: list[list[Text]], pad_id: int, packing: str) -> dict[str, np.n
 
 
 def deal(sizes: np.ndarray, micro_batch_rows: int, world_size: int) -> list[np.ndarray]:
-    "Row numbers of each micro-batch of a step whose rows have `sizes` tokens: rank r computes every `world_size`-th from the r-th on."
+    """Row numbers of each micro-batch of a step whose rows have `sizes` tokens: rank r computes
+    every `world_size`-th from the r-th on."""
     count = -(-len(sizes) // (micro_batch_rows * world_size))
     return np.array_split(np.argsort(-sizes, kind="stable"), count * world_size)
 

@@ -17,7 +17,9 @@ from ..run.errors import DataError
 
 # %% ../../nbs/data/02_labels.ipynb #fb23f8b3
 def find_label_names(cfg: RunConfig) -> list[str]:
-    "The names of all labels in `cfg.dataset`; a label's number is its place. Raises `DataError` for mixed types, gaps, or a single label."
+    """The names of all labels in `cfg.dataset`; a label's number is its place.
+
+    Raises `DataError` for mixed types, gaps, or a single label."""
     source = Source(cfg)
     feature = source.hub.features.get(cfg.label_field) if source.hub is not None else None
     if hasattr(feature, "names"):  # a ClassLabel
@@ -84,9 +86,11 @@ def label_number(value: Any, names: list[str], place: str) -> int:
 
 # %% ../../nbs/data/02_labels.ipynb #fae3887e
 def scores(confusion: np.ndarray) -> dict[str, float]:
-    """Accuracy and F1 from `confusion`, `float[labels, labels]`: how many examples of the label in the first dimension were taken for the one in the second.
+    """Accuracy and F1 from `confusion`, `float[labels, labels]`: how many examples of the label
+    in the first dimension were taken for the one in the second.
 
-    Of two labels, F1 is that of the second (number 1, as GLUE has it); of more, the mean over labels (macro). A label neither there nor predicted counts 0."""
+    Of two labels, F1 is that of the second (number 1, as GLUE has it); of more, the mean over
+    labels (macro). A label neither there nor predicted counts 0."""
     hits, real, predicted = np.diag(confusion), confusion.sum(1), confusion.sum(0)
     f1 = 2 * hits / np.maximum(1, real + predicted)
     return {

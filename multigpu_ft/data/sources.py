@@ -87,7 +87,9 @@ def _make_corpus() -> None:
 
 
 def builtin_corpus() -> list[str]:
-    "Texts of the running Python's documentation, without repeats, in a fixed order. The first call takes seconds and is cached on disk."
+    """Texts of the running Python's documentation, without repeats, in a fixed order.
+
+    The first call takes seconds and is cached on disk."""
     cached = cache_dir() / "python-docs.jsonl"
     if not cached.exists():
         subprocess.run(
@@ -102,7 +104,8 @@ def builtin_corpus() -> list[str]:
 
 
 def cache_dir() -> Path:
-    "Where the corpus and its tokenizer are kept between runs, one folder per Python: its documentation differs. `XDG_CACHE_HOME` moves it."
+    """Where the corpus and its tokenizer are kept between runs, one folder per Python: its
+    documentation differs. `XDG_CACHE_HOME` moves it."""
     python = f"python-{'.'.join(map(str, sys.version_info[:3]))}-v2"
     for base in (os.environ.get("XDG_CACHE_HOME"), Path.home() / ".cache", tempfile.gettempdir()):
         if base and os.access(_first_existing(Path(base)), os.W_OK):
@@ -174,7 +177,8 @@ def _read_json(path: Path, start: int, end: int) -> Iterator[tuple[int | None, d
 
 
 def _read_csv(path: Path, start: int, end: int) -> Iterator[tuple[int | None, dict]]:
-    # quotes are plain characters in the tab-separated files of the field (SST-2, GLUE), and quoting in comma-separated ones
+    # quotes are plain characters in the tab-separated files of the field (SST-2, GLUE), and
+    # quoting in comma-separated ones
     tabs = path.suffix == ".tsv"
     reader = csv.DictReader(
         _lines(path),
@@ -266,7 +270,9 @@ def is_file_name(dataset: str) -> bool:
 
 
 def local_file(dataset: str) -> Path | None:
-    "The file that `dataset` names, or `None` if it is a Hub id or built in. Raises `DataError` for a file that is missing or of an unknown kind."
+    """The file that `dataset` names, or `None` if it is a Hub id or built in.
+
+    Raises `DataError` for a file that is missing or of an unknown kind."""
     path = Path(os.path.expanduser(dataset))
     known = " ".join(_READERS)
     if os.path.isfile(path):
@@ -293,7 +299,8 @@ def local_file(dataset: str) -> Path | None:
 
 
 def count_rows(cfg: RunConfig) -> int | None:
-    "Rows of a local or built-in dataset; `None` for one on the Hub, whose length is known after loading. Raises `DataError`."
+    """Rows of a local or built-in dataset; `None` for one on the Hub, whose length is known
+    after loading. Raises `DataError`."""
     if cfg.dataset == BUILTIN_DATASET:
         return len(builtin_corpus())
     path = local_file(cfg.dataset)

@@ -142,7 +142,8 @@ def tokenize_labelled(
 # %% ../../nbs/data/04_tokenization.ipynb #263fd6b2
 _OTHER_WORDS = "\ue000\ue001\ue002"  # private-use characters: no conversation has them
 _MARKED = re.compile(r"\{%-?\s*generation\b")
-# some templates put today's date in, and a run that goes on tomorrow would have other texts; this is the default of Llama 3's
+# some templates put today's date in, and a run that goes on tomorrow would have other texts;
+# this is the default of Llama 3's
 _SETTINGS: dict[str, Any] = {
     "date_string": "26 Jul 2024",
     "strftime_now": datetime(2024, 7, 26).strftime,
@@ -260,8 +261,9 @@ def tokenize_chats(
 ) -> TokenizedTexts:
     """Conversations by the tokenizer's chat template, cut to `max_length` tokens.
 
-    Raises `ModelError` for a tokenizer without a template or without offsets, `DataError` for a conversation that its template refuses, or if nothing that
-    the assistant says is within `max_length`."""
+    Raises `ModelError` for a tokenizer without a template or without offsets, `DataError` for a
+    conversation that its template refuses, or if nothing that the assistant says is within
+    `max_length`."""
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             "the tokenizer has no chat template; use the model's chat variant (its name often "

@@ -36,9 +36,11 @@ def _extras(cfg: RunConfig) -> set[str]:
 
 
 def requirements(cfg: RunConfig, without: tuple[str, ...] = ()) -> list[str]:
-    """What pip shall install for a run of `cfg`, as `name==version`; a package that is not installed here, as the range that is asked for.
+    """What pip shall install for a run of `cfg`, as `name==version`; a package that is not
+    installed here, as the range that is asked for.
 
-    Raises `ConfigError` if this package is not installed, but only on Python's path: then nothing says what it needs."""
+    Raises `ConfigError` if this package is not installed, but only on Python's path: then
+    nothing says what it needs."""
     from packaging.requirements import Requirement
 
     try:
@@ -65,7 +67,8 @@ def requirements(cfg: RunConfig, without: tuple[str, ...] = ()) -> list[str]:
 
 
 def pack(folder: str | Path, cfg: RunConfig, without: tuple[str, ...] = ()) -> Path:
-    "Write this package's modules to the new `folder`, with a pyproject.toml and a requirements.txt as `requirements` has them. Returns `folder`."
+    """Write this package's modules to the new `folder`, with a pyproject.toml and a
+    requirements.txt as `requirements` has them. Returns `folder`."""
     folder, needed = Path(folder), requirements(cfg, without)
     shutil.copytree(
         Path(multigpu_ft.__file__).parent,
@@ -131,5 +134,6 @@ def names(value: Sequence[str] | str) -> list[str]:
 
 
 def settings(cfg: RunConfig) -> dict[str, Any]:
-    "The fields of `cfg` that are to be told elsewhere: those that differ from the defaults, and the learning rate, which depends on them."
+    """The fields of `cfg` that are to be told elsewhere: those that differ from the defaults,
+    and the learning rate, which depends on them."""
     return {**changed_settings(cfg), "learning_rate": cfg.learning_rate, "run_name": cfg.run_name}

@@ -398,7 +398,9 @@ class Manifests:
         raise AssertionError("no job")
 
     def write(self, folder: str | Path) -> list[Path]:
-        "Write one YAML file an object. Files of a run that was rendered there before are removed; returns the new ones."
+        """Write one YAML file an object.
+
+        Files of a run that was rendered there before are removed; returns the new ones."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("[0-9][0-9]-*.yaml"):
@@ -480,8 +482,8 @@ def deploy_kubernetes(
         target: a Job of Kubernetes, or a TrainJob of Kubeflow Trainer
         submit: send it to the cluster of the current kubeconfig
 
-    Raises `ConfigError` for resources as `Resources.read` does, for a configuration that names files of this machine, and for what the cluster refuses.
-    """
+    Raises `ConfigError` for resources as `Resources.read` does, for a configuration that names
+    files of this machine, and for what the cluster refuses."""
     if target not in _JOB_OF:
         raise ConfigError(f"unknown target={target!r}; available: {', '.join(_JOB_OF)}.")
     resources = Resources.read(resources)

@@ -144,9 +144,12 @@ def _refuse_another(kind: str, name: str, namespace: str, **_: Any) -> None:
 
 
 def submit(manifests: list[dict[str, Any]]) -> tuple[str, list[str]]:
-    """Send `manifests` to the cluster of the current kubeconfig. Returns its address, and remarks about what was left out.
+    """Send `manifests` to the cluster of the current kubeconfig.
 
-    Raises `ConfigError` if the client is not installed, the cluster cannot be reached, is too old, has a job of that name, or refuses one of them."""
+    Returns its address, and remarks about what was left out.
+
+    Raises `ConfigError` if the client is not installed, the cluster cannot be reached, is too
+    old, has a job of that name, or refuses one of them."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             from kubernetes.client import ApiException

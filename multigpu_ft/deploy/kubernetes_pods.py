@@ -21,7 +21,9 @@ TENSORBOARD_PORT = 6006
 ACCOUNT = "multigpu-ft"  # the ServiceAccount that pods run as; it may do nothing
 _HOME = "/home/multigpu-ft"
 _USER = 1000  # the image's
-_GRACE_S = 360  # the agent gives ranks 300 s to save their checkpoint after a SIGTERM, and everybody then a minute to end
+# the agent gives ranks 300 s to save their checkpoint after a SIGTERM, and everybody then a
+# minute to end
+_GRACE_S = 360
 _ACCELERATOR_LABELS = ("nvidia.com/gpu.product", "cloud.google.com/gke-accelerator")
 
 
@@ -47,7 +49,9 @@ def environment(resources: Resources, offline: bool) -> dict[str, str]:
 
 
 def claim(resources: Resources) -> str:
-    "Name of the claim of the shared volume. It is the namespace's, not the run's: the next slice goes on from this one's checkpoint."
+    """Name of the claim of the shared volume.
+
+    It is the namespace's, not the run's: the next slice goes on from this one's checkpoint."""
     return resources.shared_volume.claim or "multigpu-ft"
 
 # %% ../../nbs/deploy/04_kubernetes_pods.ipynb #dda1d092

@@ -204,7 +204,8 @@ class _Loader(yaml.SafeLoader):
 class Resources(_Section):
     """What a run gets from a cluster. `Resources.read` makes one of a file.
 
-    Raises `ConfigError` for an unknown key, a quantity or name that the cluster would not take, an image without digest, or a token."""
+    Raises `ConfigError` for an unknown key, a quantity or name that the cluster would not take,
+    an image without digest, or a token."""
 
     name: _Name | None = Field(
         None, description="name of the run; empty: its run_name, or model and slice"
@@ -316,7 +317,8 @@ SECRET_NAME = "multigpu-ft-tokens"
 
 
 def secret_command(namespace: str, names: tuple[str, ...]) -> str:
-    "The command that puts tokens into the cluster, read from files, so that they get neither into the shell's history nor into a list of processes."
+    """The command that puts tokens into the cluster, read from files, so that they get neither
+    into the shell's history nor into a list of processes."""
     return f"kubectl create secret generic {SECRET_NAME} --namespace {namespace} " + " ".join(
         f"--from-file={name}=FILE" for name in names
     )

@@ -70,7 +70,8 @@ def _image(instance_type: str, region: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    "A hyper-parameter, as SageMaker's environment gives it back: text that would be read as a number or as JSON is in quotes."
+    """A hyper-parameter, as SageMaker's environment gives it back: text that would be read as a
+    number or as JSON is in quotes."""
     if not isinstance(value, str):
         return json.dumps(value)
     try:
@@ -138,7 +139,9 @@ class SageMakerJob:
         self.arn: str | None = None
 
     def submit(self) -> "SageMakerJob":
-        "Upload the code and create the job; does not wait for it. Raises `ConfigError` without credentials or a role, or if SageMaker refuses."
+        """Upload the code and create the job; does not wait for it.
+
+        Raises `ConfigError` without credentials or a role, or if SageMaker refuses."""
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
         from sagemaker.core.helper.iam_role_resolver import RoleValidationError

@@ -30,9 +30,12 @@ _WAIT_S = 300.0
 
 
 def read_settings(environ: dict[str, str]) -> RunConfig:
-    """The configuration in a training job's environment, with what came through channels as paths. Raises `ConfigError` as `RunConfig` does.
+    """The configuration in a training job's environment, with what came through channels as paths.
 
-    Of several machines with disks of their own the first one keeps the run in what goes to S3, and the others what is theirs elsewhere."""
+    Raises `ConfigError` as `RunConfig` does.
+
+    Of several machines with disks of their own the first one keeps the run in what goes to S3,
+    and the others what is theirs elsewhere."""
     values = json.loads(environ["SM_HPS"])
     if values.get("run_root") == CHECKPOINTS and environ.get("GROUP_RANK", "0") != "0":
         values["run_root"] = _OWN_DISK
@@ -45,7 +48,9 @@ def read_settings(environ: dict[str, str]) -> RunConfig:
 
 # %% ../../nbs/deploy/06_sagemaker_entry.ipynb #a16e312d
 def enter(cfg: RunConfig, local_rank: int, wait_s: float = _WAIT_S) -> RunDir:
-    "The run directory of `cfg`: this machine's first rank makes it, others wait for it. Raises `ConfigError` if it is not there after `wait_s` seconds."
+    """The run directory of `cfg`: this machine's first rank makes it, others wait for it.
+
+    Raises `ConfigError` if it is not there after `wait_s` seconds."""
     if local_rank == 0:
         run_dir = RunDir.common(cfg)
         run_dir.write_config(cfg)
@@ -63,7 +68,9 @@ def enter(cfg: RunConfig, local_rank: int, wait_s: float = _WAIT_S) -> RunDir:
 
 # %% ../../nbs/deploy/06_sagemaker_entry.ipynb #e02954f7
 def take_secrets(arn: str) -> dict[str, str]:
-    "Those of `SECRETS` that the secret `arn` has. Raises `ConfigError` if it cannot be read, or holds no JSON object with one of them."
+    """Those of `SECRETS` that the secret `arn` has.
+
+    Raises `ConfigError` if it cannot be read, or holds no JSON object with one of them."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 

@@ -49,7 +49,8 @@ export PATH="$HOME/multigpu_ft_env/bin:$PATH"
 HEAD="$(echo "$SKYPILOT_NODE_IPS" | head -n1)"
 exec multigpu-ft train --config config.json --nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" --rdzv "$HEAD:{_PORT}" --as-job
 """
-# each node has its own cache of a bucket, so only node 0 shall write to it; the others bring it what is theirs of a checkpoint
+# each node has its own cache of a bucket, so only node 0 shall write to it; the others bring it
+# what is theirs of a checkpoint
 _CHOOSE = f'RUNS={_RUNS}; [ "$SKYPILOT_NODE_RANK" = 0 ] || RUNS="$HOME/runs"'
 _BUCKET_OF_NODE_0 = _RUN.replace("exec ", f"{_CHOOSE}\nexec ").replace(
     " --as-job", ' --run-root "$RUNS" --as-job'
@@ -101,7 +102,10 @@ def _inputs(cfg: RunConfig) -> tuple[RunConfig, dict[str, str]]:
 
 # %% ../../nbs/deploy/08_skypilot.ipynb #60a21e89
 class SkyPilotTask:
-    "A managed job that may be launched. `task` is what its YAML says, `config` the run's configuration there, `remarks` what is to be known."
+    """A managed job that may be launched.
+
+    `task` is what its YAML says, `config` the run's configuration there, `remarks` what is to
+    be known."""
 
     def __init__(self, cfg: RunConfig, task: dict[str, Any], remarks: list[str]) -> None:
         self.config, self.task, self.remarks, self.submitted = cfg, task, remarks, False
@@ -115,9 +119,11 @@ class SkyPilotTask:
         return yaml.dump(blocks, Dumper=_Dumper, sort_keys=False, width=1000)
 
     def write(self, folder: str | Path) -> Path:
-        """Write `task.yaml`, `config.json` and `code/` to `folder`, in place of what a task wrote there before. Returns the path of `task.yaml`.
+        """Write `task.yaml`, `config.json` and `code/` to `folder`, in place of what a task
+        wrote there before. Returns the path of `task.yaml`.
 
-        It is launched from within: `cd folder && sky jobs launch task.yaml`. Raises `ConfigError` if `folder` holds something else."""
+        It is launched from within: `cd folder && sky jobs launch task.yaml`. Raises
+        `ConfigError` if `folder` holds something else."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / "task.yaml").exists():
@@ -131,7 +137,9 @@ class SkyPilotTask:
         return folder / "task.yaml"
 
     def submit(self) -> "SkyPilotTask":
-        """Launch it as a managed job; does not wait for it. Raises `ConfigError` without SkyPilot, or a secret's value, or if SkyPilot refuses."""
+        """Launch it as a managed job; does not wait for it.
+
+        Raises `ConfigError` without SkyPilot, or a secret's value, or if SkyPilot refuses."""
         if self.submitted:
             raise ConfigError(
                 f"{self.task['name']} is submitted already; call deploy_skypilot again for another job."

@@ -49,7 +49,8 @@ def _accepted(record: dict[str, Any]) -> str:
 
 
 def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]]) -> str:
-    "State, bar, step, loss, speed and time left of a run or a generation, from its status and its last few logged steps."
+    """State, bar, step, loss, speed and time left of a run or a generation, from its status and
+    its last few logged steps."""
     parts = [f"{name}: {status['state']}"]
     total = status.get("total_steps")
     if total:
@@ -134,7 +135,8 @@ def say(text: str) -> None:
 
 # %% ../../nbs/display/03_panel.ipynb #43bdf3c9
 def has_viewer() -> bool:
-    "Whether the cell that runs now was sent by a frontend with a person before it, and ipywidgets is there to draw with."
+    """Whether the cell that runs now was sent by a frontend with a person before it, and
+    ipywidgets is there to draw with."""
     shell = notebook_shell()
     if shell is None:
         return False
@@ -331,7 +333,8 @@ def _end_of_loss(after: float | None, curve: Curve) -> str:
 
 
 def summary_html(run: Any) -> str:
-    "The end of a `launcher.Run` as HTML without scripts or style sheets: state, loss, time, where its results are; the exception if it failed."
+    """The end of a `launcher.Run` as HTML without scripts or style sheets: state, loss, time,
+    where its results are; the exception if it failed."""
     run_dir, status, curve = run.dir, run.status, Curve(run.dir.path / "metrics.jsonl")
     curve.read()
     state, seconds = (
@@ -389,7 +392,10 @@ _SURE_S = 4.0
 
 
 class Panel:
-    "A `launcher.Run` as widgets in `place`. `show` brings it up to date, at most twice a second; `end` leaves table and picture in its stead."
+    """A `launcher.Run` as widgets in `place`.
+
+    `show` brings it up to date, at most twice a second; `end` leaves table and picture in its
+    stead."""
 
     def __init__(self, run: Any, place: CellOutput | None = None) -> None:
         self._run, self._place = run, place or CellOutput()

@@ -101,7 +101,9 @@ _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 
 
 class ZeRO(Accelerated):
-    "DeepSpeed's ZeRO stage 1, 2 or 3 (Rajbhandari et al. 2020, arXiv:1910.02054) through Accelerate's `DeepSpeedPlugin`."
+    """DeepSpeed's ZeRO stage 1, 2 or 3 (Rajbhandari et al.
+
+    2020, arXiv:1910.02054) through Accelerate's `DeepSpeedPlugin`."""
 
     def __init__(self, cfg: RunConfig, world: World) -> None:
         self.name, self.stage = cfg.strategy, cfg.zero_stage
@@ -121,10 +123,13 @@ class ZeRO(Accelerated):
 
             class Host(CPU_Accelerator):
                 def is_fp16_supported(self) -> bool:
-                    return True  # without instructions for it, which most processors do not have, torch computes in it as well, only slower
+                    # without instructions for it, which most processors do not have, torch
+                    # computes in it as well, only slower
+                    return True
 
             set_accelerator(Host())
-            # its table of what it may compile: this would take half a minute before the first collective, and needs a compiler, where gloo does as well
+            # its table of what it may compile: this would take half a minute before the first
+            # collective, and needs a compiler, where gloo does as well
             __compatible_ops__["deepspeed_shm_comm"] = False
 
     def _connect(self, model: nn.Module) -> None:
@@ -164,7 +169,9 @@ class ZeRO(Accelerated):
         self.accelerator = Accelerator(
             mixed_precision=_PRECISION[self.dtype], deepspeed_plugins=plugin
         )
-        unset_hf_deepspeed_config()  # else transformers would cut up every model that is made from now on, also that which one rank makes for the export
+        # else transformers would cut up every model that is made from now on, also that which
+        # one rank makes for the export
+        unset_hf_deepspeed_config()
 
     def prepare(
         self,
@@ -218,7 +225,9 @@ class ZeRO(Accelerated):
         self.engine.backward(loss)
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        "Clip, and make the step, as DeepSpeed does both at once. Returns the norm before, infinite if the step was skipped."
+        """Clip, and make the step, as DeepSpeed does both at once.
+
+        Returns the norm before, infinite if the step was skipped."""
         zero = self.engine.optimizer
         zero.clip_grad = max_norm or 0.0
         self.engine.step()
@@ -265,7 +274,8 @@ class ZeRO(Accelerated):
         return (address.start, address.numel) if address else (0, 0)
 
     def _values(self, p: nn.Parameter, key: str | None = None) -> torch.Tensor | None:
-        "This rank's stretch of `p` in fp32, or of its moment `key`, as a view into its line, wherever that is; `None` if it has nothing of it."
+        """This rank's stretch of `p` in fp32, or of its moment `key`, as a view into its line,
+        wherever that is; `None` if it has nothing of it."""
         first, count = self._stretch(p)
         if not count:
             return None

@@ -26,7 +26,9 @@ _DEEPSPEED_ONLY = (
     "comms_logger",
     "flops_profiler",
 )
-_OF_ZERO = (  # what zero_optimization may hold; the rest of what DeepSpeed knows lays out or updates weights in ways that checkpoints here do not follow
+# what zero_optimization may hold; the rest of what DeepSpeed knows lays out or updates weights
+# in ways that checkpoints here do not follow
+_OF_ZERO = (
     "stage",
     "overlap_comm",
     "contiguous_gradients",
@@ -94,7 +96,9 @@ _NOT_HERE = (
     "expert_parallel",
     "pipeline",
 )
-MAX_LIVE = 100_000_000  # elements that ZeRO-3 keeps whole beyond the block that computes; DeepSpeed's own ten times as many are more than its shards save
+# elements that ZeRO-3 keeps whole beyond the block that computes; DeepSpeed's own ten times as
+# many are more than its shards save
+MAX_LIVE = 100_000_000
 SUB_GROUP = 100_000_000  # elements of a rank's share that ZeRO-3 updates at once, with a copy of their gradients
 _BUCKET = 50_000_000  # elements whose gradients are sent at once; DeepSpeed's own ten times as many take 2 GB
 
@@ -148,10 +152,12 @@ def _leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_zero_config(
     cfg: RunConfig, world_size: int | None = None, dtype: str | None = None
 ) -> dict[str, Any]:
-    """The settings of `cfg.deepspeed_config` that `cfg` does not say itself, as DeepSpeed takes them; none without such a file.
+    """The settings of `cfg.deepspeed_config` that `cfg` does not say itself, as DeepSpeed takes
+    them; none without such a file.
 
-    Raises `ConfigError` for a file that cannot be read, for keys that contradict `cfg` (on `world_size` ranks in `dtype`, where that is known), that belong to
-    a field of it, or that nobody would read."""
+    Raises `ConfigError` for a file that cannot be read, for keys that contradict `cfg` (on
+    `world_size` ranks in `dtype`, where that is known), that belong to a field of it, or that
+    nobody would read."""
     if not cfg.deepspeed_config:
         return {}
     settings = _parse(cfg)
@@ -242,7 +248,8 @@ def require_packages(strategy: str) -> None:
 def with_zero_config(cfg: RunConfig, world_size: int | None = None) -> RunConfig:
     """`cfg` with the contents of its DeepSpeed file in place of the path, so that it can go to another machine.
 
-    Raises `ConfigError` if a package is missing that its strategy takes, and for the file as `read_zero_config` does."""
+    Raises `ConfigError` if a package is missing that its strategy takes, and for the file as
+    `read_zero_config` does."""
     require_packages(cfg.strategy)
     read_zero_config(cfg, world_size)
     return cfg.replace(deepspeed_config=json.dumps(_parse(cfg))) if cfg.deepspeed_config else cfg
@@ -270,10 +277,11 @@ def bucket_size(trained: list[int]) -> int:
 def zero_settings(
     cfg: RunConfig, world_size: int, dtype: str, trained: list[int], whole_below: int = 0
 ) -> dict[str, Any]:
-    """All that DeepSpeed is told for `cfg` on `world_size` ranks that compute in `dtype` ("fp32", "fp16", "bf16") and train so many elements of each parameter.
+    """All that DeepSpeed is told for `cfg` on `world_size` ranks that compute in `dtype`
+    ("fp32", "fp16", "bf16") and train so many elements of each parameter.
 
-    Raises `ConfigError` as `read_zero_config` does. Parameters of fewer than `whole_below` elements are not cut by ZeRO-3: gathering a bias takes longer than
-    keeping it."""
+    Raises `ConfigError` as `read_zero_config` does. Parameters of fewer than `whole_below`
+    elements are not cut by ZeRO-3: gathering a bias takes longer than keeping it."""
     answers, own = _answers(cfg, world_size, dtype), read_zero_config(cfg, world_size, dtype)
     zero: dict[str, Any] = {"stage": cfg.zero_stage, "reduce_bucket_size": bucket_size(trained)}
     if cfg.zero_stage == 3:
@@ -289,12 +297,15 @@ def zero_settings(
     settings = {
         "train_micro_batch_size_per_gpu": cfg.batch_size,
         "train_batch_size": cfg.batch_size * world_size,
-        "gradient_accumulation_steps": 1,  # the training loop says which micro-batch is the last, and weighs them by their tokens
+        # the training loop says which micro-batch is the last, and weighs them by their tokens
+        "gradient_accumulation_steps": 1,
         "gradient_clipping": cfg.max_grad_norm or 0.0,
         "zero_optimization": zero,
         # sums of gradients in fp32, over micro-batches and over ranks, as under every strategy
         "communication_data_type": "fp32",
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW on the CPU as well, which computes what it computes on a GPU and needs no compiler
+        # torch's AdamW on the CPU as well, which computes what it computes on a GPU and needs
+        # no compiler
+        "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
     if (

@@ -79,7 +79,9 @@ class Single:
         self.cfg, self.world = cfg, world
         self.dtype = compute_dtype(cfg.dtype, world.device)
         self.loss_scale = LossScale(world.device, enabled=self.dtype == torch.float16)
-        self.window = True  # whether parameters stay whole, and gradients unreduced, from one micro-batch of a step to the next
+        # whether parameters stay whole, and gradients unreduced, from one micro-batch of a step
+        # to the next
+        self.window = True
         self._shards = 1  # ranks that a parameter is spread over
         self._finite = torch.tensor(True, device=world.device)
         self.skipped = torch.tensor(
@@ -93,7 +95,9 @@ class Single:
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         streamed: bool = False,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Place and wrap `model`, a `LossModel` or `ClassifierLoss`, then make its optimizer. If `streamed`, only rank 0's has weights, and sends them.
+        """Place and wrap `model`, a `LossModel` or `ClassifierLoss`, then make its optimizer.
+
+        If `streamed`, only rank 0's has weights, and sends them.
 
         Raises `ModelError` if 4-bit weights do not survive being sharded."""
         self._streamed = streamed
@@ -106,7 +110,9 @@ class Single:
         return model
 
     def _place(self, unit: nn.Module, leave: set[nn.Module]) -> list[torch.Tensor]:
-        "Have the tensors of `unit` on the device, of modules to `leave` excepted. Returns those that are to be let go when it is sharded."
+        """Have the tensors of `unit` on the device, of modules to `leave` excepted.
+
+        Returns those that are to be let go when it is sharded."""
         if self._streamed:
             # packed layers are checked while they are whole
             return receive(
@@ -189,8 +195,9 @@ class Single:
         return self.world.max(float(whole > self.free_memory() / 2)) == 0
 
     def free_memory(self) -> float:
-        """Bytes left for activations on this rank's device once gradients and Adam's moments of its shard are there, and what a window keeps whole: parameters
-        in the compute dtype and gradients in fp32. On a CPU it is an even share of the host's memory."""
+        """Bytes left for activations on this rank's device once gradients and Adam's moments of
+        its shard are there, and what a window keeps whole: parameters in the compute dtype and
+        gradients in fp32. On a CPU it is an even share of the host's memory."""
         return self._free_bytes() - self._to_come() - _LOSS_BYTES
 
     def _to_come(self) -> float:
@@ -205,7 +212,8 @@ class Single:
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        "Around forward and backward of one micro-batch; gradients are synchronised only in the `last` of a step, where memory allows."
+        """Around forward and backward of one micro-batch; gradients are synchronised only in
+        the `last` of a step, where memory allows."""
         if hasattr(self.model, "set_requires_gradient_sync"):
             self.model.set_requires_gradient_sync(last or not self.window)
             if 1 < self._shards < self.world.size:
@@ -247,7 +255,8 @@ class Single:
         return norm
 
     def step(self) -> None:
-        "Update the parameters, unless the gradient norm is not finite: then every rank skips the step, counts it, and halves its loss scale."
+        """Update the parameters, unless the gradient norm is not finite: then every rank skips
+        the step, counts it, and halves its loss scale."""
         skip = ~self._finite
         if self.cfg.optimizer == "adamw":
             inner = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -280,7 +289,9 @@ class Single:
         dist.destroy_process_group()
 
     def kept(self) -> dict[str, torch.Tensor]:
-        "Parameters and buffers by name; tied ones once. Beside an adapter only what is trained: the frozen weights are those of the base model."
+        """Parameters and buffers by name; tied ones once.
+
+        Beside an adapter only what is trained: the frozen weights are those of the base model."""
         model = self.unwrap_model()
         if not all(p.requires_grad for p in model.parameters()):
             return {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -292,7 +303,8 @@ class Single:
         return named
 
     def state_parts(self) -> tuple[dict[str, TensorShard], dict[str, Any]]:
-        "What is to be saved: `model/NAME` and `optimizer/NAME/KEY` as parts, and of the optimizer `NAME/KEY` that is a mere number."
+        """What is to be saved: `model/NAME` and `optimizer/NAME/KEY` as parts, and of the
+        optimizer `NAME/KEY` that is a mere number."""
         kept, state = self.kept(), self.optimizer.state
         held = {
             f"{name}/{key}": value
@@ -309,7 +321,8 @@ class Single:
         }
 
     def load_parts(self, saved: "SavedParts", numbers: dict[str, Any], optimizer: bool) -> None:
-        "Take up what `state_parts` told, of whatever strategy and number of ranks; without `optimizer` the model only. A collective."
+        """Take up what `state_parts` told, of whatever strategy and number of ranks; without
+        `optimizer` the model only. A collective."""
         kept = self.kept()
         for name, p in kept.items():
             saved.fill(part_of(p), f"model/{name}")
@@ -397,7 +410,10 @@ class FSDP(Single):
 # %% ../../nbs/distributed/03_strategies.ipynb #208b0b3f
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    "Without dropout and without gradients. Afterwards sharded parameters are in shards again: FSDP would leave them whole until the next backward pass."
+    """Without dropout and without gradients.
+
+    Afterwards sharded parameters are in shards again: FSDP would leave them whole until the
+    next backward pass."""
     to_evaluation_mode(model)
     try:
         with torch.no_grad():

@@ -143,7 +143,9 @@ def _send_rows(data: torch.Tensor, rank: int, ranks: int) -> None:
 
 
 def let_go(tensors: list[torch.Tensor]) -> None:
-    "Give back the pages of `tensors` that are views into a file. They would be read again if somebody looked after all."
+    """Give back the pages of `tensors` that are views into a file.
+
+    They would be read again if somebody looked after all."""
     page, files = mmap.PAGESIZE, list(_mapped_files())
     for tensor in tensors:
         begin = tensor.data_ptr() if tensor.device.type == "cpu" else 0
@@ -168,23 +170,28 @@ _ALIGNMENT = 64  # bytes
 
 
 def align(model: nn.Module) -> None:
-    """Have the tensors of `model` that are in host memory begin at multiples of 64 bytes, as those do that torch makes; views into a file need not.
+    """Have the tensors of `model` that are in host memory begin at multiples of 64 bytes, as
+    those do that torch makes; views into a file need not.
 
-    Only for those MKL promises that a product has the same bits wherever it is computed (oneMKL developer guide, "Obtaining Numerically Reproducible Results").
-    """
+    Only for those MKL promises that a product has the same bits wherever it is computed (oneMKL
+    developer guide, "Obtaining Numerically Reproducible Results")."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT:
             tensor.data = tensor.data.clone()
 
 
 def trim_heap() -> None:
-    "Give back what was freed. The C library keeps large pieces for the next one who asks, and none as large comes after loading."
+    """Give back what was freed.
+
+    The C library keeps large pieces for the next one who asks, and none as large comes after
+    loading."""
     with suppress(AttributeError, OSError):  # another one than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
-    "First address and address after the last of each safetensors file that is mapped into this process's memory. None where there is no /proc."
+    """First address and address after the last of each safetensors file that is mapped into
+    this process's memory. None where there is no /proc."""
     with suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             if line.rstrip().endswith(".safetensors"):
@@ -235,7 +242,8 @@ def packed_outputs(unit: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_packed(unit: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    "Raise `ModelError` if a packed layer of `unit`, whole again, computes other than the `expected` outputs it had before."
+    """Raise `ModelError` if a packed layer of `unit`, whole again, computes other than the
+    `expected` outputs it had before."""
     for name, output in packed_outputs(unit).items():
         if not torch.allclose(
             output, expected[name], rtol=1e-2, atol=1e-3 * float(expected[name].abs().max())

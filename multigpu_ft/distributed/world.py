@@ -127,8 +127,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What this rank has of a tensor of `shape`: `values`, in row-major order the elements from `first` on. `spread`: other ranks have others, and of several
-    that have the same, as in hybrid sharding, this is the one of number `copy`."""
+    """What this rank has of a tensor of `shape`: `values`, in row-major order the elements from
+    `first` on. `spread`: other ranks have others, and of several that have the same, as in
+    hybrid sharding, this is the one of number `copy`."""
 
     values: torch.Tensor
     first: int

@@ -520,10 +520,10 @@ class _Input:
 
 
 def main(run: RunDir) -> None:
-    """Upload what is complete in a run directory, and what is added later (`python -m multigpu_ft.hub.upload DIR [PID]`).
+    """Upload what is complete in a run directory, and what is added later (`python -m
+    multigpu_ft.hub.upload DIR [PID]`).
 
-    Ends when standard input does, or when process PID, its parent, has died.
-    """
+    Ends when standard input does, or when process PID, its parent, has died."""
     from huggingface_hub import set_client_factory
 
     set_client_factory(client_factory())

@@ -83,7 +83,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 # %% ../../nbs/launcher/05_agent.ipynb #d603110d
 @dataclass(frozen=True)
 class NodeEndpoint:
-    "Where this agent stands among those of the run's nodes. `address` is this machine's own, at network `interface`; the store is at `host:port`."
+    """Where this agent stands among those of the run's nodes.
+
+    `address` is this machine's own, at network `interface`; the store is at `host:port`."""
 
     node_rank: int = 0
     nnodes: int = 1
@@ -179,7 +181,8 @@ class _RunDirLogs(LogsSpecs):
 
 # %% ../../nbs/launcher/05_agent.ipynb #ebb658bb
 def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]) -> dict[str, Any]:
-    "The failure to tell the user of: `rank`, `pid`, `exitcode`, and `type`, `text`, `clear`, `traceback` of its exception if it had one."
+    """The failure to tell the user of: `rank`, `pid`, `exitcode`, and `type`, `text`, `clear`,
+    `traceback` of its exception if it had one."""
     errors = {rank: error for rank in exit_codes if (error := read_error(run_dir.error_file(rank)))}
     after = (
         (-signal.SIGTERM, -signal.SIGABRT) if errors else (-signal.SIGTERM,)
@@ -216,7 +219,8 @@ _LOOK_EVERY_S, _STRAGGLER_GRACE_S = 0.5, 3.0
 
 
 class Watchdog(threading.Thread):
-    "Ends the `nproc` ranks of `run_dir` when none of them has made a beat for `timeout_s` seconds; `failure` then says which one hangs, and in which step."
+    """Ends the `nproc` ranks of `run_dir` when none of them has made a beat for `timeout_s`
+    seconds; `failure` then says which one hangs, and in which step."""
 
     def __init__(self, run_dir: RunDir, nproc: int, timeout_s: float, first: int = 0) -> None:
         super().__init__(name="watchdog", daemon=True)
@@ -336,7 +340,8 @@ def main() -> None:
 
 
 def _node(run_dir: RunDir, place: dict[str, Any]) -> int:
-    "The ranks of one node among several, for one attempt; what comes after it the supervisors decide together. Returns the exit code."
+    """The ranks of one node among several, for one attempt; what comes after it the supervisors
+    decide together. Returns the exit code."""
     del place["supervisor"]
     place = NodeEndpoint(**place)
     node_dir = run_dir.of_node(place.node_rank)
@@ -372,7 +377,9 @@ def _keep(run_dir: RunDir) -> None:
 
 
 def _call(run_dir: RunDir) -> int:
-    "The ranks of a function call: nothing is saved, started again, or known of how far they are. Returns the exit code."
+    """The ranks of a function call: nothing is saved, started again, or known of how far they are.
+
+    Returns the exit code."""
     nproc = json.loads((run_dir.path / "call.json").read_text())["nproc"]
     failure = _launch(run_dir, "multigpu_ft.launcher.functions", nproc, math.inf, _CALL_GRACE_S)
     run_dir.update_status(state="failed" if failure else "done", failure=failure)

@@ -210,7 +210,8 @@ def runs(run_root: str | Path | None = None) -> Runs:
 
 
 def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str], str | None]:
-    "What the run will go on from, in words, what is odd about that, and the revision if it is on the Hub. The ranks make sure that it is whole."
+    """What the run will go on from, in words, what is odd about that, and the revision if it is
+    on the Hub. The ranks make sure that it is whole."""
     what = "continues from" if cfg.resume_scope == "all" else "starts from the weights of"
     end = end_idx if end_idx is not None else cfg.start_idx + cfg.slice_size
     if parse_hub(cfg.resume_file):

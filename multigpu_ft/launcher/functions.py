@@ -81,7 +81,8 @@ def _prepare(path: Path, function: Callable[..., Any], args: tuple[Any, ...], np
 def start_agent(
     run_dir: RunDir, module: str = "multigpu_ft.launcher.agent", *words: str
 ) -> subprocess.Popen:
-    "Start torchrun's agent for a run or a call, or what starts it, in a session of its own: an interrupt of the kernel is not for it."
+    """Start torchrun's agent for a run or a call, or what starts it, in a session of its own:
+    an interrupt of the kernel is not for it."""
     own, places = (
         str(Path(sys.modules["multigpu_ft"].__file__).parents[1]),
         os.environ.get("PYTHONPATH", ""),
@@ -155,12 +156,13 @@ def call(
     nproc: int | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Any:
-    """Run `function(*args)` on `nproc` ranks (None: one per GPU, or 2 without one), show what they print, and return what it returns on rank 0.
+    """Run `function(*args)` on `nproc` ranks (None: one per GPU, or 2 without one), show what
+    they print, and return what it returns on rank 0.
 
     `show` gets what they print, as it comes, a rank's number before each line; None prints it.
 
-    Raises `ConfigError` if function or arguments cannot be handed over, `RunFailed` with the rank's traceback if it raises or a rank dies there.
-    """
+    Raises `ConfigError` if function or arguments cannot be handed over, `RunFailed` with the
+    rank's traceback if it raises or a rank dies there."""
     if nproc is None:
         nproc = len(visible_gpus()) or 2
     if nproc < 1:

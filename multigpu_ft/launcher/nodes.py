@@ -81,7 +81,8 @@ _MAY_CHANGE = (  # from one start to the next: nothing that is trained depends o
 
 
 def _is_running(node_dir: RunDir) -> bool:
-    "Whether its processes are there; of another machine's, which may be gone without a word, whether its heart is seen to beat."
+    """Whether its processes are there; of another machine's, which may be gone without a word,
+    whether its heart is seen to beat."""
     status = node_dir.status()
     if not is_alive(node_dir, _SILENT_S):
         return False

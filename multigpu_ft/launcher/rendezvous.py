@@ -61,10 +61,12 @@ def _is_literal(host: str) -> bool:
 
 
 def listen(rdzv: str, until: float) -> socket.socket:
-    """A socket on node 0 that listens at `rdzv`. A name is asked for again until the clock (`time.monotonic()`) says `until`: a pod's is not known at once.
+    """A socket on node 0 that listens at `rdzv`.
 
-    Raises `NodesError` if the port is taken, or if that is no address of this machine.
-    """
+    A name is asked for again until the clock (`time.monotonic()`) says `until`: a pod's is not
+    known at once.
+
+    Raises `NodesError` if the port is taken, or if that is no address of this machine."""
     host, port = split_address(rdzv)
     while True:
         try:
@@ -90,7 +92,10 @@ HEARTBEAT_S, _LONGEST = 1.0, 2**20  # bytes of a message; whoever sends more is 
 
 
 class Peer:
-    "The supervisor at the other end of `connection`. What it says goes to `inbox` as `(peer, message)`, at last why it says no more: `{'lost': reason}`."
+    """The supervisor at the other end of `connection`.
+
+    What it says goes to `inbox` as `(peer, message)`, at last why it says no more: `{'lost':
+    reason}`."""
 
     def __init__(
         self,

@@ -140,9 +140,9 @@ class Run:
     def wait(self, timeout: float | None = None, panel: bool | CellOutput | None = None) -> "Run":
         """Show progress until the run has ended, then its loss picture. Returns the run. `panel` as in `show`.
 
-        An interrupt (the notebook's stop button) stops the run as `stop` does; a second one kills it. Raises the failing rank's
-        error if it failed, `TimeoutError` if it has not ended after `timeout` seconds (it goes on).
-        """
+        An interrupt (the notebook's stop button) stops the run as `stop` does; a second one
+        kills it. Raises the failing rank's error if it failed, `TimeoutError` if it has not
+        ended after `timeout` seconds (it goes on)."""
         deadline = None if timeout is None else time.monotonic() + timeout
         followed, view = self._view, LiveLine()
         self._ended = self._ended and followed is not None  # one that has ended is shown once more
@@ -181,7 +181,9 @@ class Run:
         return self
 
     def stop(self, why: str = "") -> "Run":
-        "Let the ranks finish their step and save, then end them. Returns the run; its state is `stopped`, or `done` if it was faster."
+        """Let the ranks finish their step and save, then end them.
+
+        Returns the run; its state is `stopped`, or `done` if it was faster."""
         shown = self._view
         view = shown or LiveLine()
         try:
@@ -197,7 +199,9 @@ class Run:
         return self
 
     def see_stopped(self, look: Callable[[], None] = lambda: None, why: str = "") -> None:
-        "Ask the ranks to stop, and kill them when the time a step or a save may take has run out. Calls `look` while it waits."
+        """Ask the ranks to stop, and kill them when the time a step or a save may take has run out.
+
+        Calls `look` while it waits."""
         self.dir.request_stop(why)
         asked = time.monotonic()
         recent = self.dir.recent_metrics(2)
@@ -250,7 +254,8 @@ class Run:
         return loss_figure(self.metrics, self.name)
 
     def next_slice(self) -> str | None:
-        "The papermill command that trains the slice after this one (the rest of this one, if it was stopped), or `None` at the end of the data."
+        """The papermill command that trains the slice after this one (the rest of this one, if
+        it was stopped), or `None` at the end of the data."""
         start, end = self.status.get("slice", (0, None))
         held_out = self.config.held_out
         last = (

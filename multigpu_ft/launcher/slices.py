@@ -51,10 +51,11 @@ class Slices:
     "A series of slices, by its folder: `table`, `plot`, `state`."
 
     def __init__(self, cfg: RunConfig) -> None:
-        """The series that `cfg` describes: from `start_idx` to `end_idx`, or to the end of the data, in slices of `slice_size` rows.
+        """The series that `cfg` describes: from `start_idx` to `end_idx`, or to the end of the
+        data, in slices of `slice_size` rows.
 
-        Raises `DataError` if the bounds are outside the data, or if the end is needed but unknown (a dataset of the Hub).
-        """
+        Raises `DataError` if the bounds are outside the data, or if the end is needed but
+        unknown (a dataset of the Hub)."""
         num_rows = count_rows(cfg)
         if num_rows is None and cfg.end_idx is None:
             raise DataError(
@@ -86,7 +87,8 @@ class Slices:
             else {"schedule_start_idx": cfg.start_idx, "schedule_end_idx": end}
         )
         self.config = cfg.replace(run_root=str(self.folder), **spans)
-        # what its runs may be of: after a move their settings name another folder, and their checkpoints tell that the data is the same
+        # what its runs may be of: after a move their settings name another folder, and their
+        # checkpoints tell that the data is the same
         self._own = [own := fingerprint(self.config)]
         others = [
             (run, theirs)
@@ -146,7 +148,10 @@ class Slices:
         return runs[-1].state if runs and runs[-1].state != "done" else "to do"
 
     def table(self) -> list[dict[str, Any]]:
-        "A row for each slice. Losses are means over its first and last 10 logged steps, in nats per token; `runs` counts the attempts."
+        """A row for each slice.
+
+        Losses are means over its first and last 10 logged steps, in nats per token; `runs`
+        counts the attempts."""
         rows, merged = [], merged_metrics(self.runs())
         for start, end in self.bounds:
             runs = self.runs(start)
@@ -205,7 +210,8 @@ class Slices:
         return "\n".join([head, "|---" * len(self.table()[0]) + "|", *rows])
 
     def plot(self) -> Any:
-        "The loss over all slices as a matplotlib figure: a line where a slice begins, a mark where a run went on after it was cut short."
+        """The loss over all slices as a matplotlib figure: a line where a slice begins, a mark
+        where a run went on after it was cut short."""
         figures_as_png()
         runs = self.runs()
         figure = loss_figure(merged_metrics(runs), self.folder.name)

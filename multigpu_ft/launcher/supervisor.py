@@ -125,7 +125,9 @@ def _versions() -> dict[str, str]:
 
 # %% ../../nbs/launcher/07_supervisor.ipynb #9f8c9c9c
 class Leader:
-    "Node 0's supervisor of the run in `run_dir`. It listens at `rdzv`. Raises `ConfigError` or `NodesError` if it cannot."
+    """Node 0's supervisor of the run in `run_dir`.
+
+    It listens at `rdzv`. Raises `ConfigError` or `NodesError` if it cannot."""
 
     def __init__(self, run_dir: RunDir, rdzv: str) -> None:
         self._run_dir, self._cfg, self._rdzv = run_dir, run_dir.config(), rdzv
@@ -358,7 +360,9 @@ class Follower:
         self._node_dir.request_stop(BY_SIGNAL)
 
     def run(self) -> int:
-        "Attempt after attempt, until node 0 says that the run is over. Returns the exit code: 0 done, 75 stopped, 1 failed. Raises `NodesError`."
+        """Attempt after attempt, until node 0 says that the run is over.
+
+        Returns the exit code: 0 done, 75 stopped, 1 failed. Raises `NodesError`."""
         patient_until = time.monotonic() + self._cfg.join_timeout_s
         while peer := self._call():
             try:
@@ -399,7 +403,9 @@ class Follower:
         return {"done": 0, "stopped": STOPPED_EXIT_CODE}.get(over["state"], 1)
 
     def _call(self) -> Peer | None:
-        "The line to node 0, once it is there; `None` if somebody asked to stop before. Raises `NodesError` if it does not answer."
+        """The line to node 0, once it is there; `None` if somebody asked to stop before.
+
+        Raises `NodesError` if it does not answer."""
         until, address = time.monotonic() + self._cfg.join_timeout_s, split_address(self._rdzv)
         while not self._node_dir.stop_requested():
             try:
@@ -435,7 +441,10 @@ class Follower:
         return None
 
     def _follow(self, peer: Peer) -> dict[str, Any]:
-        "Do what node 0 says, until it says no more. Returns the `state` and `failure` of the run, or why it was `lost`, or `refused` this node for now."
+        """Do what node 0 says, until it says no more.
+
+        Returns the `state` and `failure` of the run, or why it was `lost`, or `refused` this
+        node for now."""
         told, asked = True, False
         while True:
             if self._node_dir.stop_requested() and not asked:

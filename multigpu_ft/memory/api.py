@@ -140,7 +140,8 @@ class Estimate:
         self.hours = most / self.tokens_per_second / 3600 if self.tokens_per_second else None
 
     def fit(self) -> RunConfig:
-        "The configuration itself if it fits, else the first of the `remedies` that does when simulated in full. Raises `ConfigError` if none does."
+        """The configuration itself if it fits, else the first of the `remedies` that does when
+        simulated in full. Raises `ConfigError` if none does."""
         if self.fits:
             return self.config
         with simulations() as ask:
@@ -415,10 +416,12 @@ def _host(here: bool) -> tuple[float, float, str]:
 def estimate(
     cfg: RunConfig, gpus: int | None = None, gpu_memory_gib: str | float | None = None
 ) -> Estimate:
-    """What `cfg` would take on `gpus` GPUs, of all nodes together, of a name such as `"T4"`, or of so many GiB: simulated, without a GPU and without weights.
+    """What `cfg` would take on `gpus` GPUs, of all nodes together, of a name such as `"T4"`, or
+    of so many GiB: simulated, without a GPU and without weights.
 
-    Left out, they are those of this machine, or two T4s if it has none. Raises `ConfigError` for a GPU that is not known, `ModelError` for a model whose shape
-    is not, and `NoEstimate` if the model cannot be simulated."""
+    Left out, they are those of this machine, or two T4s if it has none. Raises `ConfigError`
+    for a GPU that is not known, `ModelError` for a model whose shape is not, and `NoEstimate`
+    if the model cannot be simulated."""
     gpu, count, here = _machine(cfg, gpus, gpu_memory_gib)
     with simulations() as ask:
         return _estimate(ask, cfg, gpu, count, here)

@@ -88,7 +88,8 @@ def _cache() -> Path:
 
 
 class Simulations:
-    "Answers to requests, from memory, from the disk, or from a process that is started when the first new one comes. `asked` counts those."
+    """Answers to requests, from memory, from the disk, or from a process that is started when
+    the first new one comes. `asked` counts those."""
 
     _known: dict[str, dict[str, Any]] = {}
 
@@ -408,7 +409,8 @@ class Remedy:
 
 
 def remedies(ask: Simulations, fit: Fit, most: int | None = None) -> list[Remedy]:
-    "Changes with which `fit`'s configuration would fit, the fastest first, those that change the tuning last; of the first `most` that are found if given."
+    """Changes with which `fit`'s configuration would fit, the fastest first, those that change
+    the tuning last; of the first `most` that are found if given."""
     found: list[tuple[bool, Remedy]] = []
     tried: list[dict[str, Any]] = []
     for changes in _changes(fit):

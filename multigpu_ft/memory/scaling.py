@@ -63,7 +63,8 @@ class Collective:
 # %% ../../nbs/memory/05_scaling.ipynb #4d70460a
 @dataclass(frozen=True)
 class Shape:
-    "What decides what is sent: parameters, those in blocks and those trained; `width`, bytes of one in the compute dtype; `tokens` of a GPU in a step."
+    """What decides what is sent: parameters, those in blocks and those trained; `width`, bytes
+    of one in the compute dtype; `tokens` of a GPU in a step."""
 
     parameters: int
     in_blocks: int
@@ -107,8 +108,9 @@ def collectives(shape: Shape, layout: str, nodes: int, gpus: int) -> list[Collec
 
 @dataclass(frozen=True)
 class Cost:
-    """A step of `layout` on `nodes`: bytes that a GPU sends `inside` its node and `between` nodes, seconds `computing` and `communicating`, and bytes of
-    parameters, gradients and moments that a GPU keeps (`state`)."""
+    """A step of `layout` on `nodes`: bytes that a GPU sends `inside` its node and `between`
+    nodes, seconds `computing` and `communicating`, and bytes of parameters, gradients and
+    moments that a GPU keeps (`state`)."""
 
     layout: str
     nodes: int
@@ -157,7 +159,8 @@ _COLORS = {
 
 
 class Communication:
-    "What each layout sends on each number of nodes, as a list of `costs`; `shape` is what it was computed from. Shows as a table and a picture."
+    """What each layout sends on each number of nodes, as a list of `costs`; `shape` is what it
+    was computed from. Shows as a table and a picture."""
 
     def __init__(
         self,
@@ -194,7 +197,9 @@ class Communication:
         return [cost for cost in self.costs if cost.layout == layout]
 
     def fits(self, cost: Cost) -> bool:
-        "Whether parameters, gradients and moments alone have room on a GPU. What a step needs beside them, `estimate` tells."
+        """Whether parameters, gradients and moments alone have room on a GPU.
+
+        What a step needs beside them, `estimate` tells."""
         return cost.state < self.gpu.memory_mib * 2**20
 
     def pays_up_to(self, layout: str, efficiency: float = _WORTH) -> int | None:
@@ -305,7 +310,8 @@ class Communication:
         )
 
     def plot(self) -> Any:
-        "The share of a step in which only sending goes on, and what each GPU sends, by nodes, as a matplotlib `Figure`. Hollow where there is no room."
+        """The share of a step in which only sending goes on, and what each GPU sends, by nodes,
+        as a matplotlib `Figure`. Hollow where there is no room."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8.6, 3.3), dpi=110, layout="constrained")

@@ -333,16 +333,21 @@ def _join(size: int) -> None:
 def simulate(
     cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None, kind: str = "cuda"
 ) -> dict[str, Any]:
-    """Two steps of `cfg` on `gpus` of the kind `gpu`; `cfg.strategy` and `cfg.dtype` are named. `blocks` is how many transformer blocks the model is to have
-    instead of its own number. `kind="cpu"` computes as a CPU does, for comparisons with one.
+    """Two steps of `cfg` on `gpus` of the kind `gpu`; `cfg.strategy` and `cfg.dtype` are named.
 
-    Returns bytes: the `peaks` of each phase by category, what the allocator `reserved`, `host` memory, `disk`; the `seconds` of a step, and what was decided.
-    Raises `ConfigError` or `ModelError` as training would."""
+    `blocks` is how many transformer blocks the model is to have instead of its own number.
+    `kind="cpu"` computes as a CPU does, for comparisons with one.
+
+    Returns bytes: the `peaks` of each phase by category, what the allocator `reserved`, `host`
+    memory, `disk`; the `seconds` of a step, and what was decided. Raises `ConfigError` or
+    `ModelError` as training would."""
     _join(gpus)
     with _local_model(cfg, blocks) as (local, own):
         try:
             found = _simulate(local, gpu, gpus, kind, None)
-        except DynamicOutputShapeException:  # sizes that depend on values, as of a mixture of experts; symbols for them take a tenth more time
+        except DynamicOutputShapeException:
+            # sizes that depend on values, as of a mixture of experts; symbols for them take a tenth
+            # more time
             found = _simulate(local, gpu, gpus, kind, ShapeEnv())
     return {**found, "of_blocks": own or found["blocks"]}
 

@@ -259,7 +259,9 @@ class _Piece:
 
 
 class CachingAllocator:
-    "torch's caching allocator for CUDA, as far as sizes go. `reserved` is what it has taken of its `limit`, in bytes, `peak` the most so far."
+    """torch's caching allocator for CUDA, as far as sizes go.
+
+    `reserved` is what it has taken of its `limit`, in bytes, `peak` the most so far."""
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.reserved = self.peak = 0
@@ -334,7 +336,8 @@ class CachingAllocator:
 
 
 def reserved_bytes(tracker: MemoryTracker, limit: float = float("inf")) -> int:
-    "What the caching allocator will have taken at most for what `tracker` saw, from a GPU that has `limit` bytes for it."
+    """What the caching allocator will have taken at most for what `tracker` saw, from a GPU
+    that has `limit` bytes for it."""
     allocator = CachingAllocator(limit)
     sizes: dict[int, int] = {}
     pieces: dict[int, _Piece] = {}

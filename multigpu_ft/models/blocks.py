@@ -14,7 +14,8 @@ from ..run.errors import ModelError
 
 # %% ../../nbs/models/03_blocks.ipynb #df771d9d
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    "The modules of `model` whose class its `_no_split_modules` names, or else its largest list, in forward order. Raises `ModelError` if it has neither."
+    """The modules of `model` whose class its `_no_split_modules` names, or else its largest
+    list, in forward order. Raises `ModelError` if it has neither."""
     names = set(getattr(model, "_no_split_modules", None) or [])
     blocks = [
         module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names
@@ -37,11 +38,15 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 # %% ../../nbs/models/03_blocks.ipynb #de451a11
-_KEPT = 34  # bytes a token and hidden unit that a block keeps in 16 bit, without attention's matrix (Korthikanti et al. 2022, eq. 2)
+# bytes a token and hidden unit that a block keeps in 16 bit, without attention's matrix
+# (Korthikanti et al. 2022, eq. 2)
+_KEPT = 34
 
 
 def checkpoint_activations(model: nn.Module, every: int) -> None:
-    "Recompute every `every`-th transformer block of `model` in the backward pass; 0: none. Raises `ModelError` for a model that can't."
+    """Recompute every `every`-th transformer block of `model` in the backward pass; 0: none.
+
+    Raises `ModelError` for a model that can't."""
     if not every:
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
@@ -56,7 +61,9 @@ def checkpoint_activations(model: nn.Module, every: int) -> None:
 def checkpoint_every(
     setting: str | int, model: nn.Module, tokens: int, dtype: torch.dtype, free: float
 ) -> int:
-    "The k of every k-th block that `setting` recomputes, 0 for none. `auto`: as few as let `tokens` of a micro-batch fit into `free` bytes."
+    """The k of every k-th block that `setting` recomputes, 0 for none.
+
+    `auto`: as few as let `tokens` of a micro-batch fit into `free` bytes."""
     if setting != "auto":
         return {"none": 0, "full": 1}.get(setting, setting)
     if not getattr(model, "supports_gradient_checkpointing", False):

@@ -102,7 +102,8 @@ PLAIN_CHAT = (
 
 
 def load_tokenizer(cfg: RunConfig) -> PreTrainedTokenizerBase:
-    "The tokenizer of `cfg.model`; for conversations with `PLAIN_CHAT` if it has no chat template of its own. Raises `ModelError`."
+    """The tokenizer of `cfg.model`; for conversations with `PLAIN_CHAT` if it has no chat
+    template of its own. Raises `ModelError`."""
     if cfg.model == BUILTIN_MODEL:
         return _builtin_tokenizer()
     try:
@@ -214,7 +215,8 @@ def load_shell(
 
 
 def head_modules(model: nn.Module) -> list[str]:
-    "Names of what a classifier has on top of its base model, parameters in it: `classifier`, `score`, with DistilBERT also `pre_classifier`."
+    """Names of what a classifier has on top of its base model, parameters in it: `classifier`,
+    `score`, with DistilBERT also `pre_classifier`."""
     return [
         name
         for name, module in model.named_children()
@@ -230,9 +232,11 @@ def load_model(
     quantization: str = "none",
     device: torch.device | None = None,
 ) -> nn.Module:
-    """The model of `cfg` with its weights, in training mode: on the CPU, or if `quantization` is `8bit` or `4bit`, on `device`.
+    """The model of `cfg` with its weights, in training mode: on the CPU, or if `quantization`
+    is `8bit` or `4bit`, on `device`.
 
-    Weights are of `dtype`; a new head is random, from `cfg.seed`. Raises `ModelError`, also if the model's own head has other labels."""
+    Weights are of `dtype`; a new head is random, from `cfg.seed`. Raises `ModelError`, also if
+    the model's own head has other labels."""
     shell = load_shell(cfg, tokenizer, label_names)
     torch.manual_seed(cfg.seed)
     if cfg.model == BUILTIN_MODEL and quantization == "none":

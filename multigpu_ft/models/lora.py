@@ -49,7 +49,9 @@ def _is_classifier(model: nn.Module) -> bool:
 
 
 def target_modules(setting: str, model: nn.Module) -> list[str]:
-    "The layers that `setting` means in `model`, by the last part of their names or in full. Raises `ModelError` naming those there are."
+    """The layers that `setting` means in `model`, by the last part of their names or in full.
+
+    Raises `ModelError` naming those there are."""
     layers = linear_layers(model)
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     if setting == "all-linear":
@@ -185,7 +187,8 @@ def _is_turned(layer: nn.Module) -> bool:
 def merged_weights(
     model: nn.Module, dtype: torch.dtype, keep: bool = True
 ) -> dict[str, torch.Tensor]:
-    """All weights of the base model by the names it gives them, in `dtype` on the CPU, adapters and trained heads in their places.
+    """All weights of the base model by the names it gives them, in `dtype` on the CPU, adapters
+    and trained heads in their places.
 
     A collective if `model` is sharded; a rank that need not `keep` them gets none."""
     layers, base, packed = (

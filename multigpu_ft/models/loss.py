@@ -197,7 +197,8 @@ class ClassifierLoss(nn.Module):
         scale: float | torch.Tensor = 1.0,
         token_type_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        "A micro-batch of labelled texts to their summed loss times `scale`, each one's loss, `fp32[rows]` in nats, and predicted label, `int64[rows]`."
+        """A micro-batch of labelled texts to their summed loss times `scale`, each one's loss,
+        `fp32[rows]` in nats, and predicted label, `int64[rows]`."""
         segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         logits = self.model(
             input_ids=input_ids, attention_mask=attention_mask, **segments

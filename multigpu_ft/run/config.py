@@ -661,7 +661,9 @@ class RunConfig(BaseModel):
         return cls.preset(named["preset"], **values) if named.get("preset") else cls(**values)
 
     def replace(self, /, **changes: Any) -> RunConfig:
-        "A copy with `changes`, validated anew. With another `model` or `tuning`, a learning rate that was the default becomes theirs."
+        """A copy with `changes`, validated anew.
+
+        With another `model` or `tuning`, a learning rate that was the default becomes theirs."""
         values = self.model_dump()
         if (
             changes.keys() & {"model", "tuning"}
@@ -671,7 +673,9 @@ class RunConfig(BaseModel):
         return type(self)(**{**values, **changes})
 
     def slice_end(self, num_rows: int) -> int:
-        """The row after the slice's last one, for a dataset of `num_rows` rows. Raises `DataError` for a slice that is empty, negative or beyond the data.
+        """The row after the slice's last one, for a dataset of `num_rows` rows.
+
+        Raises `DataError` for a slice that is empty, negative or beyond the data.
 
         The check waits until the length is known, so that one message can name both."""
         first_held_out = (
@@ -703,7 +707,8 @@ class RunConfig(BaseModel):
 
 
 def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
-    "What a parameters cell sets: text, numbers, truth values and `None` of `namespace`, its `globals()`, without leading underscores. Refuses secrets."
+    """What a parameters cell sets: text, numbers, truth values and `None` of `namespace`, its
+    `globals()`, without leading underscores. Refuses secrets."""
     named = {
         k: v
         for k, v in namespace.items()

@@ -72,13 +72,15 @@ def quota_note() -> str | None:
 
 # %% ../../nbs/run/02_environment.ipynb #f8db1720
 def session_end() -> float | None:
-    "When the session will end (seconds since 1970), with three minutes for the rest of the notebook; `None` if that is not known."
+    """When the session will end (seconds since 1970), with three minutes for the rest of the
+    notebook; `None` if that is not known."""
     hours = session_hours()
     return None if hours is None else time.time() + hours * 3600 - 180
 
 # %% ../../nbs/run/02_environment.ipynb #e64e5a41
 def has_bf16(capability: tuple[int, int]) -> bool:
-    "Whether a GPU of this compute capability computes in bf16; one before 8.0 does not, whatever torch's `is_bf16_supported()` says."
+    """Whether a GPU of this compute capability computes in bf16; one before 8.0 does not,
+    whatever torch's `is_bf16_supported()` says."""
     return capability >= (8, 0)
 
 
@@ -99,8 +101,9 @@ class GPU:
         return "bf16" if has_bf16(self.capability) else "fp16"
 
     def context_mib(self, gpus: int) -> float:
-        """What a process takes before its first tensor: CUDA's context with the kernels of torch, cuBLAS and bitsandbytes that training loads, and NCCL's
-        channels if there are several `gpus`. An assumption, on the high side; no tool tells it beforehand."""
+        """What a process takes before its first tensor: CUDA's context with the kernels of
+        torch, cuBLAS and bitsandbytes that training loads, and NCCL's channels if there are
+        several `gpus`. An assumption, on the high side; no tool tells it beforehand."""
         return (450 if self.capability >= (8, 0) else 320) + (0 if gpus == 1 else 200)
 
 
@@ -138,8 +141,8 @@ def _is_called(known: str, wanted: str) -> bool:
 
 
 def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
-    """The GPU of the name `wanted`, however it is spelt (`T4`, `Tesla T4`, `NVIDIA H100 80GB HBM3`), or one of so many GiB. `memory_mib` is what one has
-    that is really there.
+    """The GPU of the name `wanted`, however it is spelt (`T4`, `Tesla T4`, `NVIDIA H100 80GB
+    HBM3`), or one of so many GiB. `memory_mib` is what one has that is really there.
 
     Raises `ConfigError` for a name that is not known."""
     number = re.fullmatch(r"\s*(\d+(\.\d+)?)\s*(gi?b)?\s*", str(wanted).lower())

@@ -30,7 +30,8 @@ def tail(path: Path, lines: int = 12) -> str:
 
 # %% ../../nbs/run/06_failures.ipynb #88e9cf75
 class RunFailed(RuntimeError):
-    "A rank of a run raised an exception or was killed; `rank`, `exitcode`, `traceback` and, on several machines, `node_rank` tell more."
+    """A rank of a run raised an exception or was killed; `rank`, `exitcode`, `traceback` and,
+    on several machines, `node_rank` tell more."""
 
     def __init__(
         self,

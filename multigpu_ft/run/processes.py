@@ -47,7 +47,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def processes_of(run_dir: RunDir) -> list[psutil.Process]:
-    "The agent and the ranks that the status of `run_dir`, or of a node's part of it, names, as far as they live on this machine."
+    """The agent and the ranks that the status of `run_dir`, or of a node's part of it, names,
+    as far as they live on this machine."""
     pids, found = run_dir.status().get("pids", {}), []
     for pid in [pids.get("agent"), *pids.get("ranks", [])]:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -89,7 +90,8 @@ def end_with_agent() -> None:
 
 # %% ../../nbs/run/07_processes.ipynb #fa9c707e
 def watch_parent(parent: int, grace_s: float) -> None:
-    "When process `parent` is no longer this one's parent, send this process SIGTERM, and SIGKILL `grace_s` seconds later. Returns at once."
+    """When process `parent` is no longer this one's parent, send this process SIGTERM, and
+    SIGKILL `grace_s` seconds later. Returns at once."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -102,8 +104,11 @@ def watch_parent(parent: int, grace_s: float) -> None:
 
 # %% ../../nbs/run/07_processes.ipynb #9d1cd142
 class StopSignal:
-    """SIGTERM as a flag. Make it in the main thread before any library starts threads of its own (numpy's BLAS does when it is
-    imported): they inherit the blocked signal, and one that does not block it would let it end the process."""
+    """SIGTERM as a flag.
+
+    Make it in the main thread before any library starts threads of its own (numpy's BLAS does
+    when it is imported): they inherit the blocked signal, and one that does not block it would
+    let it end the process."""
 
     def __init__(self, hopeless: Callable[[], bool]) -> None:
         self.requested = False
@@ -120,14 +125,16 @@ class StopSignal:
 
 # %% ../../nbs/run/07_processes.ipynb #e41ca826
 def leave(code: int) -> NoReturn:
-    "End this process without the interpreter's own end, in which threads of a process group or of its store may wait for a peer."
+    """End this process without the interpreter's own end, in which threads of a process group
+    or of its store may wait for a peer."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 # %% ../../nbs/run/07_processes.ipynb #1a4e7c30
 def write_error(path: Path, error: BaseException) -> None:
-    "Write `error` with its traceback, but no secret that is in it, to `path`, in the layout of torchelastic's error files."
+    """Write `error` with its traceback, but no secret that is in it, to `path`, in the layout
+    of torchelastic's error files."""
     kind = type(error)
     clear = kind.__module__ == "multigpu_ft.run.errors"
     record = {
@@ -185,7 +192,8 @@ def has_left(path: Path) -> bool:
 
 # %% ../../nbs/run/07_processes.ipynb #b3758283
 def torchrun_number(name: str) -> int:
-    "Return the number that torchrun put into the variable `name` (RANK, LOCAL_RANK, GROUP_RANK for the node), 0 without torchrun."
+    """Return the number that torchrun put into the variable `name` (RANK, LOCAL_RANK,
+    GROUP_RANK for the node), 0 without torchrun."""
     return int(os.environ.get(name, 0))
 
 
@@ -202,7 +210,8 @@ def has_nothing_to_finish(node_dir: RunDir) -> bool:
 
 # %% ../../nbs/run/07_processes.ipynb #264e05b2
 def is_alive(run_dir: RunDir, silence_s: float = 3600) -> bool:
-    "Whether processes of the run are there; of one on another machine, whether it has said something within the last `silence_s` seconds."
+    """Whether processes of the run are there; of one on another machine, whether it has said
+    something within the last `silence_s` seconds."""
     status = run_dir.status()
     if status["state"] not in LIVE_STATES:
         return False

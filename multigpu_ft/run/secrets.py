@@ -61,7 +61,9 @@ _ASKED, _FOLDER = "MULTIGPU_FT_SECRETS_ASKED_BY", "MULTIGPU_FT_SECRETS_DIR"
 
 
 def _stored_secret(name: str) -> str | None:
-    "The secret from the mounted folder, or Kaggle's or Colab's store. Raises whatever the store raises if it has none or does not answer."
+    """The secret from the mounted folder, or Kaggle's or Colab's store.
+
+    Raises whatever the store raises if it has none or does not answer."""
     if folder := os.environ.get(_FOLDER):
         return (Path(folder) / name).read_text()
     here = platform()
@@ -77,7 +79,8 @@ def _stored_secret(name: str) -> str | None:
 
 
 def secret(name: str) -> str | None:
-    "The environment variable `name`, else the secret of that name in the mounted folder, or in Kaggle's or Colab's store, else `None`."
+    """The environment variable `name`, else the secret of that name in the mounted folder, or
+    in Kaggle's or Colab's store, else `None`."""
     try:
         return _clean(os.environ.get(name) or _stored_secret(name))
     except Exception:  # each store has errors of its own, and all mean that there is none to be had
@@ -91,7 +94,9 @@ def _clean(found: str | None) -> str | None:
 
 
 def use_secrets() -> list[str]:
-    "Put HF_TOKEN and WANDB_API_KEY into the environment, for this process and those it starts. Returns the names of those that were added."
+    """Put HF_TOKEN and WANDB_API_KEY into the environment, for this process and those it starts.
+
+    Returns the names of those that were added."""
     if os.environ.get(_ASKED, str(os.getpid())) != str(os.getpid()):
         return []
     os.environ[_ASKED] = str(os.getpid())

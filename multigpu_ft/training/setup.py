@@ -58,10 +58,12 @@ def make_strategy(
     frozen_bytes: float = 0,
     quantization: str = "none",
 ) -> tuple[Single, str]:
-    """The strategy `cfg` names, or the one `auto` chooses for so many `trainable` parameters beside frozen ones, and the reason in words.
+    """The strategy `cfg` names, or the one `auto` chooses for so many `trainable` parameters
+    beside frozen ones, and the reason in words.
 
-    Raises `ConfigError` for `single` on several ranks, for a package that a strategy needs and that is not installed, and where it takes fsdp, which 8-bit
-    weights and optimizers are not made for."""
+    Raises `ConfigError` for `single` on several ranks, for a package that a strategy needs and
+    that is not installed, and where it takes fsdp, which 8-bit weights and optimizers are not
+    made for."""
     if cfg.strategy != "auto":
         if cfg.strategy == "single" and world.size > 1:
             raise ConfigError(

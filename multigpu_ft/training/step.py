@@ -51,7 +51,10 @@ def make_optimizer(cfg: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
         ) from None
 
     class AdamW8bitOnShards(AdamW8bit):
-        "bitsandbytes knows no DTensors. On those of one shard (half precision under single and ddp) it is given the tensor inside."
+        """bitsandbytes knows no DTensors.
+
+        On those of one shard (half precision under single and ddp) it is given the tensor
+        inside."""
 
         def init_state(self, group, p, gindex, pindex):
             self._with_local(super().init_state, group, p, gindex, pindex)
@@ -105,7 +108,8 @@ def train_step(
     watch: Stopwatch,
     look: Callable[[], None] = lambda: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns this rank's summed token loss (nats) and the global gradient norm before clipping, both still on the device.
+    """Returns this rank's summed token loss (nats) and the global gradient norm before
+    clipping, both still on the device.
 
     `look` is called between clipping and update."""
     for group in strategy.optimizer.param_groups:

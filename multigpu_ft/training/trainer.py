@@ -329,7 +329,9 @@ class Training:
             self.trackers.log_histograms(self.progress.step + 1, histograms(self.strategy))
 
     def _resume(self, checkpoint: Path | None) -> Progress | None:
-        "Take up the state of `checkpoint`. Random numbers of another number of ranks cannot be taken up; new ones are begun then."
+        """Take up the state of `checkpoint`.
+
+        Random numbers of another number of ranks cannot be taken up; new ones are begun then."""
         known = bool(checkpoint) and not is_foreign(checkpoint)
         seed_everything(
             self.cfg.seed, read_progress(checkpoint)["step"] if known else 0, self.world.rank
@@ -341,7 +343,8 @@ class Training:
         )
 
     def _await_last_gradient(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        "The last gradient but the embedding's own is there: from here to the end of the backward pass a rank mostly waits for others."
+        """The last gradient but the embedding's own is there: from here to the end of the
+        backward pass a rank mostly waits for others."""
         if output.requires_grad:
             output.register_hook(lambda _: self.watch.begin("communication"))
 
@@ -416,7 +419,9 @@ class Training:
         }
 
     def finish(self, outcome: dict[str, Any]) -> None:
-        "Wait for uploads, if there are any, then write the last status. No collective: an upload may take longer than a peer would wait."
+        """Wait for uploads, if there are any, then write the last status.
+
+        No collective: an upload may take longer than a peer would wait."""
         if self.uploader:
             known = {
                 name: value for name, value in outcome.items() if name != "state"

@@ -1,4 +1,5 @@
-"""What is rendered for a cluster: valid for three versions of Kubernetes, as safe as it says, and sent only when asked, to an API server that runs here."""
+"""What is rendered for a cluster: valid for three versions of Kubernetes, as safe as it says,
+and sent only when asked, to an API server that runs here."""
 
 import copy
 import json

@@ -73,7 +73,8 @@ def aws(tmp_path_factory):
 
 @pytest.fixture
 def sent(monkeypatch):
-    "The bodies of CreateTrainingJob as they came over the wire; moto forgets some of what is in them. The SDK's makers hear of none."
+    """The bodies of CreateTrainingJob as they came over the wire; moto forgets some of what is
+    in them. The SDK's makers hear of none."""
     from moto.sagemaker.responses import SageMakerResponse
     from sagemaker.core.telemetry import telemetry_logging
 
@@ -339,7 +340,8 @@ def test_the_entry_trains_and_goes_on_after_an_interruption(aws, tmp_path):
 
 
 def test_sigterm_stops_in_order_and_the_next_start_goes_on(tmp_path):
-    "As torchrun ends its processes: the rank behind the entry finishes its step and saves; the same job started again does the rest."
+    """As torchrun ends its processes: the rank behind the entry finishes its step and saves;
+    the same job started again does the rest."""
     told = {
         "run_root": str(tmp_path / "checkpoints"),
         "run_name": "mine",

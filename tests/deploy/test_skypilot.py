@@ -1,4 +1,5 @@
-"""SkyPilot's own loader and optimizer on the tasks that are written, and their commands in a real shell. SkyPilot lives in an environment of its own."""
+"""SkyPilot's own loader and optimizer on the tasks that are written, and their commands in a
+real shell. SkyPilot lives in an environment of its own."""
 
 import json
 import os

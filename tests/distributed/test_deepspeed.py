@@ -37,7 +37,8 @@ def undisturbed(material, server, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(WAYS)), ids=[way["strategy"] for way in WAYS])
 def test_a_killed_run_ends_with_the_same_bits(undisturbed, number):
-    "SIGKILL of a rank or the agent at random moments, with dropout: parameters, moments, losses and texts are those of the undisturbed run."
+    """SIGKILL of a rank or the agent at random moments, with dropout: parameters, moments,
+    losses and texts are those of the undisturbed run."""
     for seed in range(3):
         undisturbed.trial(seed, number)
 
@@ -308,7 +309,8 @@ def test_what_does_not_go_together(settings):
 
 @pytest.mark.slow
 def test_the_estimate_has_the_shares_that_were_measured():
-    "Bytes an element, as `test_zero_halves_what_it_says_on_two_ranks` measures them; the optimizer's are moments and copies in fp32."
+    """Bytes an element, as `test_zero_halves_what_it_says_on_two_ranks` measures them; the
+    optimizer's are moments and copies in fp32."""
     held = {}
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
         cfg = RunConfig(

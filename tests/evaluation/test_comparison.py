@@ -151,7 +151,8 @@ def simulation():
     "shape", ["equal_lengths", "gain_grows_with_length", "skewed", "loss_of_a_model"]
 )
 def test_intervals_hold_what_they_say(simulation, shape):
-    "300 data sets of 40 texts: a share of 95% is counted to ±1.3 points. bench/results/intervals.json has 1,000 and more shapes."
+    """300 data sets of 40 texts: a share of 95% is counted to ±1.3 points.
+    bench/results/intervals.json has 1,000 and more shapes."""
     found = simulation.coverage(shape, 40, 300, draws=1000)
     assert 0.91 <= found["held"] <= 0.99, found
 

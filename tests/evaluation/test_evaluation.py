@@ -1,4 +1,5 @@
-"""Evaluation: every loss equals a plain loop over plain transformers, on any number of ranks; what cannot be compared is told."""
+"""Evaluation: every loss equals a plain loop over plain transformers, on any number of ranks;
+what cannot be compared is told."""
 
 import json
 import shutil

@@ -1,7 +1,7 @@
 """Answers: the same ones whatever the batch, the ranks and the crashes; kept, judged and written.
 
-PYTHONPATH=tests python tests/generation/test_generation.py 20     # kills a generation that often; are the answers the same?
-"""
+PYTHONPATH=tests python tests/generation/test_generation.py 20     # kills a generation that
+often; are the answers the same?"""
 
 import json
 import os
@@ -124,7 +124,8 @@ def test_ranks_and_batch_size_change_nothing(models, tmp_path, name):
 
 
 def test_logits_have_the_same_bits_on_every_rank(models):
-    "Rank 0's weights are views into a file and may begin anywhere in memory, the others' are not; what rank 0 has read of generation settings is for all."
+    """Rank 0's weights are views into a file and may begin anywhere in memory, the others' are
+    not; what rank 0 has read of generation settings is for all."""
 
     def logits(folder):
         import torch

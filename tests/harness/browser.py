@@ -1,4 +1,5 @@
-"""A notebook in a real browser: a Jupyter server of its own, and a page on which a test clicks, types and reads as a user does.
+"""A notebook in a real browser: a Jupyter server of its own, and a page on which a test clicks,
+types and reads as a user does.
 
 A test module asks for it with `pytest_plugins = ["browser"]` and the fixtures `lab` and `shots`."""
 
@@ -284,7 +285,8 @@ class Page:
         return self.page.locator(self.cells).nth(i).locator(self.outputs.split()[-1]).first
 
     def wait_for_text(self, text, timeout=30, cell=None):
-        "Wait until an output, or that of one cell, shows `text`: a part of it in any case of letters, or a regular expression."
+        """Wait until an output, or that of one cell, shows `text`: a part of it in any case of
+        letters, or a regular expression."""
         shown = self.page.locator(self.outputs) if cell is None else self.output(cell)
         try:
             shown.filter(has_text=text).first.wait_for(timeout=1000 * timeout)

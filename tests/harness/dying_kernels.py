@@ -1,7 +1,7 @@
-"""Kernels and agents that die, in every way to start ranks from a cell, at random moments: what is left, and for how long.
+"""Kernels and agents that die, in every way to start ranks from a cell, at random moments: what
+is left, and for how long.
 
-python tests/dying_kernels.py --trials 108 --relaunches 20 --json bench/results/kernels.json
-"""
+python tests/dying_kernels.py --trials 108 --relaunches 20 --json bench/results/kernels.json"""
 
 import argparse
 import json

@@ -1,7 +1,7 @@
-"""What each of two ranks computes for test_exactness.py: torchrun --nproc-per-node 2 tests/harness/exactness.py REPORT.json
+"""What each of two ranks computes for test_exactness.py: torchrun --nproc-per-node 2
+tests/harness/exactness.py REPORT.json
 
-Everything in one process pair, because importing takes longer than the steps.
-"""
+Everything in one process pair, because importing takes longer than the steps."""
 
 import copy
 import hashlib

@@ -1,11 +1,12 @@
-"""A fuzzer: generated settings, files and messages, each of which is accepted rightly or refused with one typed error.
+"""A fuzzer: generated settings, files and messages, each of which is accepted rightly or
+refused with one typed error.
 
-    python tests/harness/fuzz.py --inputs 20000 --seed 0 --json bench/results/fuzz.json
-    python tests/harness/fuzz.py --only jsonl --first-seed 17 --inputs 1                    # one input again
+python tests/harness/fuzz.py --inputs 20000 --seed 0 --json bench/results/fuzz.json
+python tests/harness/fuzz.py --only jsonl --first-seed 17 --inputs 1                    # one input again
 
-A surface is a function that makes one input of a random generator, in an empty folder, and gives it to the code that a user's input comes to. It returns
-where the input was accepted, having asserted that rightly, and raises where it was refused.
-"""
+A surface is a function that makes one input of a random generator, in an empty folder, and
+gives it to the code that a user's input comes to. It returns where the input was accepted,
+having asserted that rightly, and raises where it was refused."""
 
 import argparse
 import contextlib

@@ -291,7 +291,9 @@ class Cuts:
         )
 
     def trial(self, hosts, run, nodes):
-        "One cut, while the supervisors meet, while ranks import, load, train or save. Both machines have to be rid of all ranks in time."
+        """One cut, while the supervisors meet, while ranks import, load, train or save.
+
+        Both machines have to be rid of all ranks in time."""
         in_training = self.random.random() < 0.7
         while in_training and run.status()["state"] != "running" and nodes[0].poll() is None:
             time.sleep(0.05)

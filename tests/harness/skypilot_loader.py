@@ -1,6 +1,8 @@
-"""What SkyPilot itself makes of a task, for test_skypilot.py: run by the Python of SkyPilot's own environment, in the task's folder.
+"""What SkyPilot itself makes of a task, for test_skypilot.py: run by the Python of SkyPilot's
+own environment, in the task's folder.
 
-Prints as JSON what the loader read, and which machine the optimizer would take of a catalog with one cloud, where nothing is asked of a network."""
+Prints as JSON what the loader read, and which machine the optimizer would take of a catalog
+with one cloud, where nothing is asked of a network."""
 
 import json
 import sys

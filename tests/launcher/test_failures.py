@@ -20,7 +20,8 @@ IMPORTS = "from multigpu_ft import *\n"
 
 @pytest.fixture(scope="module")
 def refusing(tmp_path_factory):
-    "A kernel, with the Hub or without it, that has no token; what is wrong with a setting it says in the cell, and then runs the next. And its folder."
+    """A kernel, with the Hub or without it, that has no token; what is wrong with a setting it
+    says in the cell, and then runs the next. And its folder."""
     folder, started = tmp_path_factory.mktemp("refusing"), {}
 
     def start(offline=""):

@@ -1,4 +1,5 @@
-"""Runs on two machines, which are two network namespaces here: the same curve, whatever is cut, wherever the files are."""
+"""Runs on two machines, which are two network namespaces here: the same curve, whatever is cut,
+wherever the files are."""
 
 import functools
 import json
@@ -108,7 +109,8 @@ def assert_trained_as_one(cfgs, texts, expected):
         )
 
 
-# On one disk: hybrid sharding in the next test; with a rank each, ddp where a machine comes late, full sharding where one is stopped.
+# On one disk: hybrid sharding in the next test; with a rank each, ddp where a machine comes
+# late, full sharding where one is stopped.
 @pytest.mark.parametrize(
     "settings", [{}, slow({"strategy": "fsdp"}), slow(HYBRID)], ids=["ddp", "full shard", "hybrid"]
 )
@@ -170,7 +172,9 @@ def test_plain_torchrun_does_it_too(net, material, one_host, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["one disk", "two disks"])
 def test_stopped_on_one_machine_and_started_again_on_both(net, material, server, tmp_path, shared):
-    "The second machine is to go: both save, end, and say that it was no failure. Started again, they go on with the bits they had."
+    """The second machine is to go: both save, end, and say that it was no failure.
+
+    Started again, they go on with the bits they had."""
     cfgs = configs(material, tmp_path, shared, strategy="fsdp", num_epochs=8, nproc=1)
     calm = server.finish(cfgs[0].replace(run_name="calm", nnodes=1, nproc=2))
     run_dir = RunDir(tmp_path / "runs" / "two")
@@ -351,7 +355,8 @@ def test_texts_that_differ_between_machines(net, material, tmp_path):
 
 @pytest.mark.slow
 def test_the_pods_of_a_job(net, material, tmp_path):
-    "The very command of the pods that are rendered, with what Kubernetes would set: evicted, they end with 75 on both nodes; started again, they are done."
+    """The very command of the pods that are rendered, with what Kubernetes would set: evicted,
+    they end with 75 on both nodes; started again, they are done."""
     shared, config = tmp_path / "shared", tmp_path / "config"
     shutil.copytree(material, shared / "data")
     config.mkdir()

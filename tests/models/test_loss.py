@@ -56,7 +56,8 @@ def test_chunked_is_plain_cross_entropy(name, kind):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_chunked_in_half_precision(dtype, tolerance):
-    "A token that is the target of every second position, and a loss scale: no overflow, no underflow, gradients as good as the dtype."
+    """A token that is the target of every second position, and a loss scale: no overflow, no
+    underflow, gradients as good as the dtype."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(600, 32) + 1, torch.randn(1000, 32) * 0.3
     targets = torch.where(torch.arange(600) % 2 == 0, 7, torch.randint(1000, (600,)))

@@ -1,4 +1,5 @@
-"""Adapters, quantized weights, conversations and labels: every combination that is allowed, and what is said about the others."""
+"""Adapters, quantized weights, conversations and labels: every combination that is allowed, and
+what is said about the others."""
 
 import json
 

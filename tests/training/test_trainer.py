@@ -1,4 +1,5 @@
-"""Two real ranks: the strategies give one loss curve, a run goes on where another stopped, and the export is the trained model."""
+"""Two real ranks: the strategies give one loss curve, a run goes on where another stopped, and
+the export is the trained model."""
 
 import json
 import os
@@ -14,7 +15,8 @@ STEPS = 20
 
 
 def assert_same_curve(metrics, reference):
-    "Losses within 1e-5; OPT's gradient jumps where rounding moves an activation across the kink of its ReLU (test_exactness.py has smooth ones)."
+    """Losses within 1e-5; OPT's gradient jumps where rounding moves an activation across the
+    kink of its ReLU (test_exactness.py has smooth ones)."""
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 5e-4)):
         worst = max(
             abs(a[name] - b[name]) / b[name] for a, b in zip(metrics, reference, strict=True)
