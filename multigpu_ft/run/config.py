@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -34,17 +35,11 @@ def _field(
 BUILTIN_MODEL = "builtin:opt-tiny"
 BUILTIN_DATASET = "builtin:python-docs"
 _FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR = 1e-3, 2e-5, 2e-4
-_NO_END = 2**31  # rows; more than any dataset that is read by row numbers
-_NO_LIMIT = (
-    "max_hours",
-    "max_grad_norm",
-    "disk_budget_gb",
-)  # infinity, which JSON cannot write, is what empty means there
-_MAY_BE_NONE = (
-    "max_grad_norm",
-    "save_minutes",
-    "eval_split",
-)  # empty means something else than left out; papermill can say that with "none" only
+_NO_END = 2**31  # rows, more than any dataset has
+# For these fields, infinity means empty; JSON can't represent infinity.
+_NO_LIMIT = ("max_hours", "max_grad_norm", "disk_budget_gb")
+# For these fields, empty is not the default; papermill can set it only with the text "none".
+_MAY_BE_NONE = ("max_grad_norm", "save_minutes", "eval_split")
 
 
 class RunConfig(BaseModel):
@@ -400,21 +395,12 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _resolve_learning_rate(cls, values: dict[str, Any]) -> dict[str, Any]:
-        values = {
-            k: None
-            if (v == "none" and k in _MAY_BE_NONE) or (k in _NO_LIMIT and v == float("inf"))
-            else v
-            for k, v in values.items()
-        }
+        values = {name: _emptied(name, value) for name, value in values.items()}
         if values.get("learning_rate") is None:
-            scratch = str(values.get("model", BUILTIN_MODEL)).startswith("builtin:")
-            default = (
-                _ADAPTER_LR
-                if values.get("tuning", "full") != "full"
-                else _FROM_SCRATCH_LR
-                if scratch
-                else _PRETRAINED_LR
-            )
+            is_builtin = str(values.get("model", BUILTIN_MODEL)).startswith("builtin:")
+            default = _FROM_SCRATCH_LR if is_builtin else _PRETRAINED_LR
+            if values.get("tuning", "full") != "full":
+                default = _ADAPTER_LR
             values = {**values, "learning_rate": default}
         return values
 
@@ -433,143 +419,24 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
-        if self.strategy == "single" and (self.nproc or 1) > 1:
-            raise ValueError(
-                f"strategy='single' runs 1 process, nproc asks for {self.nproc}; "
-                "use strategy='ddp' or 'fsdp', or nproc=1"
-            )
-        if self.strategy == "single" and self.nnodes > 1:
-            raise ValueError(
-                f"strategy='single' runs 1 process, but nnodes={self.nnodes} machines are to "
-                "train together; use strategy='ddp' or 'fsdp'"
-            )
-        if self.sharding == "hybrid_shard" and self.strategy not in ("auto", "fsdp"):
-            raise ValueError(
-                f"sharding='hybrid_shard' is a way of fsdp, not of strategy={self.strategy!r}; use strategy='fsdp'"
-            )
-        if self.run_name and not re.fullmatch(r"(?!\.+$)[\w.-]{1,120}", self.run_name):
-            raise ValueError(
-                f"run_name={self.run_name!r} may hold letters, digits, '.', '_' and '-' only, "
-                "120 at most, since it names a folder"
-            )
-        if self.optimizer == "adamw_8bit" and self.strategy == "fsdp":
-            raise ValueError(
-                "optimizer='adamw_8bit' keeps its state in blocks that cannot be sharded; "
-                "use strategy='ddp' or 'single', or optimizer='adamw'"
-            )
-        self._check_tuning()
-        self._check_zero()
-        if self.task == "classification" and self.packing == "packed":
-            raise ValueError(
-                "packing='packed' puts several texts into a row, which has one label; "
-                "use packing='auto', 'padded' or 'bucketed'"
-            )
-        self._check_evaluation()
-        self._check_tracking()
-        if self.hf_repo and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.hf_repo):
-            raise ValueError(f"hf_repo={self.hf_repo!r} is not of the form 'user/name'")
-        if (
-            self.schedule_end_idx is not None
-            and not self.schedule_start_idx <= self.start_idx < self.schedule_end_idx
-        ):
-            raise ValueError(
-                f"start_idx={self.start_idx} is outside the schedule's rows "
-                f"{self.schedule_start_idx}-{self.schedule_end_idx}; "
-                "widen schedule_start_idx and schedule_end_idx to the whole series of slices"
-            )
-        if self.max_steps and self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} is beyond max_steps={self.max_steps}; "
-                "the peak rate would never be reached"
-            )
+        conflict = next(_conflicts(self), None)
+        if conflict:
+            raise ValueError(conflict)
         return self
 
     @property
     def zero_stage(self) -> int:
-        "1, 2 or 3 of DeepSpeed's ZeRO, 0 under any other strategy."
+        "The stage of DeepSpeed's ZeRO, 1 to 3; 0 for other strategies."
         return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
-
-    def _check_zero(self) -> None:
-        if not self.zero_stage:
-            for name in ("offload", "deepspeed_config"):
-                if getattr(self, name) not in (None, "none"):
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} is for zero1 to zero3, "
-                        f"not for strategy={self.strategy!r}; use strategy='zero2'"
-                    )
-            return
-        if self.offload == "all" and self.zero_stage < 3:
-            raise ValueError(
-                f"offload='all' moves parameters, which {self.strategy} keeps whole on every "
-                "GPU; use strategy='zero3', or offload='optimizer'"
-            )
-        if self.optimizer == "adamw_8bit":
-            raise ValueError(
-                f"optimizer='adamw_8bit' keeps its state in blocks that {self.strategy} cannot "
-                "cut; use optimizer='adamw', or strategy='ddp'"
-            )
-        if self.zero_stage == 3 and self.quantized:
-            raise ValueError(
-                "zero3 cuts weights into flat pieces and casts them, "
-                "which packed 4-bit and 8-bit weights do not survive; use strategy='fsdp' with "
-                "tuning='qlora', strategy='ddp', or tuning='lora' with quantization='none'"
-            )
-        if self.zero_stage == 3 and self.compile:
-            raise ValueError(
-                "compile=True does not see the hooks with which zero3 gathers weights; "
-                "use compile=False, or strategy='fsdp'"
-            )
-
-    def _check_evaluation(self) -> None:
-        for name in ("eval_every", "patience", "keep_best", "eval_end_idx"):
-            if getattr(self, name) and not self.evaluates:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}, but there is nothing to evaluate on; "
-                    "name eval_dataset, eval_split of a Hub dataset, "
-                    "or eval_start_idx of a slice that is held out"
-                )
-        first, end = self.eval_start_idx or 0, self.eval_end_idx or _NO_END
-        if first >= end:
-            raise ValueError(
-                f"eval_start_idx={first}, eval_end_idx={end}: that slice is empty; "
-                "eval_start_idx must be below eval_end_idx"
-            )
-        if not self.held_out:
-            return
-        if first <= self.start_idx < end or (
-            self.end_idx is not None and self.start_idx < end and first < self.end_idx
-        ):
-            raise ValueError(
-                f"training rows and held-out rows of {self.dataset} overlap: "
-                f"start_idx={self.start_idx}, end_idx={self.end_idx}, "
-                f"eval_start_idx={first}, eval_end_idx={self.eval_end_idx or '(end)'}; choose ranges that don't overlap"
-            )
-
-    def _check_tracking(self) -> None:
-        unknown = [name for name in self.trackers if name not in ("wandb", "tensorboard")]
-        if unknown:
-            raise ValueError(
-                f"tracker={self.tracker!r}: unknown tracker {unknown[0]!r}; use 'wandb', "
-                "'tensorboard', 'wandb,tensorboard' or 'none'"
-            )
-        if self.log_artifacts and "wandb" not in self.trackers:
-            raise ValueError(
-                f"log_artifacts=True, but tracker={self.tracker!r}; artifacts go to W&B, use tracker='wandb'"
-            )
-        if self.histogram_every and not self.trackers:
-            raise ValueError(
-                f"histogram_every={self.histogram_every}, but tracker='none' shows no "
-                "histograms; use tracker='wandb' or 'tensorboard'"
-            )
 
     @property
     def evaluates(self) -> bool:
-        "Whether there is data to evaluate on."
+        "True if there is data to evaluate on."
         return bool(self.eval_dataset or self.eval_split) or self.eval_start_idx is not None
 
     @property
     def chooses_best(self) -> bool:
-        "Whether the checkpoint with the lowest evaluation loss is kept and exported."
+        "True if the checkpoint with the lowest evaluation loss is kept and exported."
         return self.keep_best or self.patience is not None
 
     @property
@@ -592,54 +459,27 @@ class RunConfig(BaseModel):
     @property
     def quantized(self) -> str | None:
         "`4bit` or `8bit` if frozen weights shall be kept so; `None` if not, or if `auto` is yet to choose."
-        wanted = {"qlora": "4bit", "lora8bit": "8bit"}.get(self.tuning, self.quantization)
-        return wanted if wanted in ("4bit", "8bit") else None
-
-    def _check_tuning(self) -> None:
-        if self.quantized and self.quantization not in ("auto", self.quantized):
-            raise ValueError(
-                f"quantization={self.quantization!r}, but tuning={self.tuning!r} means "
-                f"{self.quantized!r}; leave quantization on 'auto', or use tuning='lora'"
-            )
-        if self.tuning == "full" and self.quantized:
-            adapter = "qlora" if self.quantized == "4bit" else "lora8bit"
-            raise ValueError(
-                f"{self.quantized} weights can't be trained directly; use tuning={adapter!r}, "
-                "which trains an adapter on top of them"
-            )
-        if self.tuning == "full" and self.merge_adapter:
-            raise ValueError(
-                "merge_adapter=True, but tuning='full' has no adapter; its export is the whole model as it is"
-            )
-        if self.quantized == "8bit" and self.strategy == "fsdp":
-            raise ValueError(
-                "8-bit weights keep their scales outside the tensor that fsdp shards; "
-                "use tuning='qlora' with fsdp, or strategy='ddp' or 'single'"
-            )
-        if self.quantized and self.compile:
-            raise ValueError(
-                f"compile=True does not work on weights in {self.quantized}; use compile=False, or quantization='none'"
-            )
+        stored = {"qlora": "4bit", "lora8bit": "8bit"}.get(self.tuning, self.quantization)
+        return stored if stored in ("4bit", "8bit") else None
 
     def __repr_args__(self):
-        "Only what differs from the defaults, so that a cell's output stays readable."
-        plain = type(self).model_construct()
+        "Yield the values that differ from the defaults, so that a cell's output stays readable."
+        defaults = type(self).model_construct()
         for name, value in super().__repr_args__():
-            usual = (
-                (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR)
-                if name == "learning_rate"
-                else (getattr(plain, name),)
-            )
+            usual = (getattr(defaults, name),)
+            if name == "learning_rate":
+                usual = (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR)
             if value not in usual:
                 yield name, value
 
     @classmethod
     def preset(cls, name: str, /, **overrides: Any) -> RunConfig:
-        "The preset `name` with `overrides` on top. Raises `ConfigError` for an unknown name; `PRESETS` lists them."
+        """Return the preset `name` with `overrides`.
+
+        Raises `ConfigError` for an unknown name; `PRESETS` lists them."""
         if name not in PRESETS:
-            raise ConfigError(
-                f"unknown preset {name!r}{did_you_mean(str(name), PRESETS)}; available: {', '.join(PRESETS)}."
-            )
+            guess = did_you_mean(str(name), PRESETS)
+            raise ConfigError(f"unknown preset {name!r}{guess}; available: {', '.join(PRESETS)}.")
         return cls(**{**PRESETS[name], **overrides})
 
     @classmethod
@@ -653,11 +493,8 @@ class RunConfig(BaseModel):
         `namespace` is the starting point, and parameters that are `None` leave its value alone.
         """
         named = plain_values(namespace)
-        values = {
-            k: v
-            for k, v in named.items()
-            if k not in ignore and not (k in cls.model_fields and v is None)
-        }
+        values = {k: v for k, v in named.items() if k not in ignore}
+        values = {k: v for k, v in values.items() if v is not None or k not in cls.model_fields}
         return cls.preset(named["preset"], **values) if named.get("preset") else cls(**values)
 
     def replace(self, /, **changes: Any) -> RunConfig:
@@ -665,11 +502,10 @@ class RunConfig(BaseModel):
 
         With another `model` or `tuning`, a learning rate that was the default becomes theirs."""
         values = self.model_dump()
-        if (
-            changes.keys() & {"model", "tuning"}
-            and self.learning_rate == RunConfig(model=self.model, tuning=self.tuning).learning_rate
-        ):
-            del values["learning_rate"]
+        if changes.keys() & {"model", "tuning"}:
+            default = RunConfig(model=self.model, tuning=self.tuning).learning_rate
+            if self.learning_rate == default:
+                del values["learning_rate"]
         return type(self)(**{**values, **changes})
 
     def slice_end(self, num_rows: int) -> int:
@@ -678,14 +514,11 @@ class RunConfig(BaseModel):
         Raises `DataError` for a slice that is empty, negative or beyond the data.
 
         The check waits until the length is known, so that one message can name both."""
-        first_held_out = (
-            self.held_out[0] if self.held_out and self.start_idx < self.held_out[0] else num_rows
-        )
-        end = (
-            self.end_idx
-            if self.end_idx is not None
-            else min(self.start_idx + self.slice_size, num_rows, first_held_out)
-        )
+        end = self.end_idx
+        if end is None:
+            end = min(self.start_idx + self.slice_size, num_rows)
+            if self.held_out and self.start_idx < self.held_out[0]:
+                end = min(end, self.held_out[0])
         where = f"slice {self.start_idx}-{self.end_idx if self.end_idx is not None else '(end)'} of {self.dataset}, which has {num_rows:,} rows"
         if not num_rows:
             raise DataError(f"{self.dataset} has no rows.")
@@ -705,22 +538,188 @@ class RunConfig(BaseModel):
             )
         return end
 
+# %% ../../nbs/run/04_config.ipynb #26eca066
+def _conflicts(cfg: RunConfig) -> Iterator[str]:
+    "Yield what contradicts itself in `cfg`, in the order in which it is reported."
+    if cfg.strategy == "single" and (cfg.nproc or 1) > 1:
+        yield (
+            f"strategy='single' runs 1 process, nproc asks for {cfg.nproc}; "
+            "use strategy='ddp' or 'fsdp', or nproc=1"
+        )
+    if cfg.strategy == "single" and cfg.nnodes > 1:
+        yield (
+            f"strategy='single' runs 1 process, but nnodes={cfg.nnodes} machines are to "
+            "train together; use strategy='ddp' or 'fsdp'"
+        )
+    if cfg.sharding == "hybrid_shard" and cfg.strategy not in ("auto", "fsdp"):
+        yield (
+            f"sharding='hybrid_shard' is an option of fsdp, not of strategy={cfg.strategy!r}; "
+            "use strategy='fsdp'"
+        )
+    if cfg.run_name and not re.fullmatch(r"(?!\.+$)[\w.-]{1,120}", cfg.run_name):
+        yield (
+            f"run_name={cfg.run_name!r} may hold letters, digits, '.', '_' and '-' only, "
+            "120 at most, since it names a folder"
+        )
+    if cfg.optimizer == "adamw_8bit" and cfg.strategy == "fsdp":
+        yield (
+            "optimizer='adamw_8bit' keeps its state in blocks that can't be sharded; "
+            "use strategy='ddp' or 'single', or optimizer='adamw'"
+        )
+    yield from _tuning_conflicts(cfg)
+    yield from _zero_conflicts(cfg)
+    if cfg.task == "classification" and cfg.packing == "packed":
+        yield (
+            "packing='packed' puts several texts into a row, which has one label; "
+            "use packing='auto', 'padded' or 'bucketed'"
+        )
+    yield from _evaluation_conflicts(cfg)
+    yield from _tracking_conflicts(cfg)
+    if cfg.hf_repo and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", cfg.hf_repo):
+        yield f"hf_repo={cfg.hf_repo!r}: expected the form 'user/name'"
+    if (
+        cfg.schedule_end_idx is not None
+        and not cfg.schedule_start_idx <= cfg.start_idx < cfg.schedule_end_idx
+    ):
+        yield (
+            f"start_idx={cfg.start_idx} is outside the schedule's rows "
+            f"{cfg.schedule_start_idx}-{cfg.schedule_end_idx}; "
+            "widen schedule_start_idx and schedule_end_idx to the whole series of slices"
+        )
+    if cfg.max_steps and cfg.warmup_steps > cfg.max_steps:
+        yield (
+            f"warmup_steps={cfg.warmup_steps} is beyond max_steps={cfg.max_steps}; "
+            "the peak rate would never be reached"
+        )
+
+
+def _tuning_conflicts(cfg: RunConfig) -> Iterator[str]:
+    "Yield the conflicts of tuning and quantization."
+    if cfg.quantized and cfg.quantization not in ("auto", cfg.quantized):
+        yield (
+            f"quantization={cfg.quantization!r}, but tuning={cfg.tuning!r} means "
+            f"{cfg.quantized!r}; leave quantization on 'auto', or use tuning='lora'"
+        )
+    if cfg.tuning == "full" and cfg.quantized:
+        adapter = "qlora" if cfg.quantized == "4bit" else "lora8bit"
+        yield (
+            f"{cfg.quantized} weights can't be trained directly; use tuning={adapter!r}, "
+            "which trains an adapter on top of them"
+        )
+    if cfg.tuning == "full" and cfg.merge_adapter:
+        yield (
+            "merge_adapter=True, but tuning='full' has no adapter; its export is the whole model as it is"
+        )
+    if cfg.quantized == "8bit" and cfg.strategy == "fsdp":
+        yield (
+            "8-bit weights keep their scales outside the tensor that fsdp shards; "
+            "use tuning='qlora' with fsdp, or strategy='ddp' or 'single'"
+        )
+    if cfg.quantized and cfg.compile:
+        yield (
+            f"compile=True does not work on weights in {cfg.quantized}; use compile=False, or quantization='none'"
+        )
+
+# %% ../../nbs/run/04_config.ipynb #a81644e7
+def _zero_conflicts(cfg: RunConfig) -> Iterator[str]:
+    "Yield the conflicts of strategy with DeepSpeed and its settings."
+    if not cfg.zero_stage:
+        for name in ("offload", "deepspeed_config"):
+            if getattr(cfg, name) not in (None, "none"):
+                yield (
+                    f"{name}={getattr(cfg, name)!r} is for zero1 to zero3, "
+                    f"not for strategy={cfg.strategy!r}; use strategy='zero2'"
+                )
+        return
+    if cfg.offload == "all" and cfg.zero_stage < 3:
+        yield (
+            f"offload='all' moves parameters, which {cfg.strategy} keeps whole on every "
+            "GPU; use strategy='zero3', or offload='optimizer'"
+        )
+    if cfg.optimizer == "adamw_8bit":
+        yield (
+            f"optimizer='adamw_8bit' keeps its state in blocks that {cfg.strategy} cannot "
+            "cut; use optimizer='adamw', or strategy='ddp'"
+        )
+    if cfg.zero_stage == 3 and cfg.quantized:
+        yield (
+            "zero3 cuts weights into flat pieces and casts them, "
+            "which corrupts packed 4-bit and 8-bit weights; use strategy='fsdp' with "
+            "tuning='qlora', strategy='ddp', or tuning='lora' with quantization='none'"
+        )
+    if cfg.zero_stage == 3 and cfg.compile:
+        yield (
+            "compile=True does not see the hooks with which zero3 gathers weights; "
+            "use compile=False, or strategy='fsdp'"
+        )
+
+
+def _evaluation_conflicts(cfg: RunConfig) -> Iterator[str]:
+    "Yield the conflicts of the evaluation settings."
+    for name in ("eval_every", "patience", "keep_best", "eval_end_idx"):
+        if getattr(cfg, name) and not cfg.evaluates:
+            yield (
+                f"{name}={getattr(cfg, name)!r}, but there is nothing to evaluate on; "
+                "name eval_dataset, eval_split of a Hub dataset, "
+                "or eval_start_idx of a slice that is held out"
+            )
+    first, end = cfg.eval_start_idx or 0, cfg.eval_end_idx or _NO_END
+    if first >= end:
+        yield (
+            f"eval_start_idx={first}, eval_end_idx={end}: that slice is empty; "
+            "eval_start_idx must be below eval_end_idx"
+        )
+    if not cfg.held_out:
+        return
+    starts_inside = first <= cfg.start_idx < end
+    runs_into = cfg.end_idx is not None and cfg.start_idx < end and first < cfg.end_idx
+    if starts_inside or runs_into:
+        yield (
+            f"training rows and held-out rows of {cfg.dataset} overlap: "
+            f"start_idx={cfg.start_idx}, end_idx={cfg.end_idx}, "
+            f"eval_start_idx={first}, eval_end_idx={cfg.eval_end_idx or '(end)'}; choose ranges that don't overlap"
+        )
+
+
+def _tracking_conflicts(cfg: RunConfig) -> Iterator[str]:
+    "Yield the conflicts of the tracking settings."
+    unknown = [name for name in cfg.trackers if name not in ("wandb", "tensorboard")]
+    if unknown:
+        yield (
+            f"tracker={cfg.tracker!r}: unknown tracker {unknown[0]!r}; use 'wandb', "
+            "'tensorboard', 'wandb,tensorboard' or 'none'"
+        )
+    if cfg.log_artifacts and "wandb" not in cfg.trackers:
+        yield (
+            f"log_artifacts=True, but tracker={cfg.tracker!r}; artifacts go to W&B, use tracker='wandb'"
+        )
+    if cfg.histogram_every and not cfg.trackers:
+        yield (
+            f"histogram_every={cfg.histogram_every}, but tracker='none' shows no "
+            "histograms; use tracker='wandb' or 'tensorboard'"
+        )
+
+# %% ../../nbs/run/04_config.ipynb #7f4f4a11
+def _emptied(name: str, value: Any) -> Any:
+    "Return None for the values that stand for an empty field."
+    if (name in _MAY_BE_NONE and value == "none") or (name in _NO_LIMIT and value == float("inf")):
+        return None
+    return value
+
 
 def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
-    """What a parameters cell sets: text, numbers, truth values and `None` of `namespace`, its
-    `globals()`, without leading underscores. Refuses secrets."""
-    named = {
-        k: v
-        for k, v in namespace.items()
-        if not k.startswith(("_", "PAPERMILL_"))
-        and (v is None or isinstance(v, (str, int, float, bool)))
-    }
+    """Return the parameters that a notebook's parameters cell sets: pass its `globals()`.
+
+    These are text, numbers, booleans and None, under names without a leading underscore. Raises
+    `ConfigError` for a secret."""
+    public = {k: v for k, v in namespace.items() if not k.startswith(("_", "PAPERMILL_"))}
+    named = {k: v for k, v in public.items() if isinstance(v, str | int | float | bool | None)}
     refuse_secrets(named)
     return named
 
 
 def _explain(error: ValidationError) -> str:
-    "Each of pydantic's complaints as one line: field, value, limit, and what the field is for."
+    "Return one line per error of pydantic: the field, its value, the limit, and the field's help."
     lines = []
     for e in error.errors():
         name = str(e["loc"][0]) if e["loc"] else ""
