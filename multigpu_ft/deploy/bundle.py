@@ -36,11 +36,11 @@ def _extras(cfg: RunConfig) -> set[str]:
 
 
 def requirements(cfg: RunConfig, without: tuple[str, ...] = ()) -> list[str]:
-    """What pip shall install for a run of `cfg`, as `name==version`; a package that is not
-    installed here, as the range that is asked for.
+    """Return what pip should install for a run of `cfg`, as `name==version`.
 
-    Raises `ConfigError` if this package is not installed, but only on Python's path: then
-    nothing says what it needs."""
+    A package that is not installed here is given as the range this package requires. Raises
+    `ConfigError` if this package is not installed but only on Python's path: then its
+    requirements are unknown."""
     from packaging.requirements import Requirement
 
     try:
@@ -67,8 +67,9 @@ def requirements(cfg: RunConfig, without: tuple[str, ...] = ()) -> list[str]:
 
 
 def pack(folder: str | Path, cfg: RunConfig, without: tuple[str, ...] = ()) -> Path:
-    """Write this package's modules to the new `folder`, with a pyproject.toml and a
-    requirements.txt as `requirements` has them. Returns `folder`."""
+    """Write this package's modules to the new `folder`, with pyproject.toml and requirements.txt.
+
+    `without` is as in `requirements`. Returns `folder`."""
     folder, needed = Path(folder), requirements(cfg, without)
     shutil.copytree(
         Path(multigpu_ft.__file__).parent,
@@ -99,10 +100,11 @@ def _is_local(name: str, value: str) -> bool:
 def travelling(
     cfg: RunConfig, where: str, remedy: str, may: tuple[str, ...] = (), **changes: Any
 ) -> RunConfig:
-    """`cfg` with a name of its own and `changes`, those that are fields, as it is to run in a place called `where`. The schemes in `may` (`"s3://"`) are
-    known there.
+    """Return `cfg` for a run in a place called `where`, with a name and those `changes` that are
+    fields.
 
-    Raises `ConfigError` for a model, data or a checkpoint that is only on this machine; `remedy` says what to do about it."""
+    The schemes in `may` (`"s3://"`) work there. Raises `ConfigError` for a model, data or a
+    checkpoint that is only on this machine; `remedy` says what to do about it."""
     for name in ("model", "dataset", "eval_dataset"):
         value = getattr(cfg, name) or "builtin:"
         if value.startswith(may or "\0"):
@@ -129,11 +131,13 @@ def travelling(
 
 
 def names(value: Sequence[str] | str) -> list[str]:
-    "Several names, of which a command line makes one text with commas."
+    "Return several names in a list; a command line passes them as one text with commas."
     return [name for name in (value.split(",") if isinstance(value, str) else value) if name]
 
 
 def settings(cfg: RunConfig) -> dict[str, Any]:
-    """The fields of `cfg` that are to be told elsewhere: those that differ from the defaults,
-    and the learning rate, which depends on them."""
+    """Return the fields of `cfg` to pass on.
+
+    These are the ones that differ from the defaults, and the learning rate, which depends on
+    them."""
     return {**changed_settings(cfg), "learning_rate": cfg.learning_rate, "run_name": cfg.run_name}

@@ -40,7 +40,8 @@ _OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".pt")
 
 
 def _run_name(cfg: RunConfig, resources: Resources) -> str:
-    "Of the run, its job and its directory. Another slice has another one, by default."
+    """Return the name of the run, its job and its directory; by default another slice has another
+    one."""
     base = (
         cfg.run_name
         or f"{short_name(cfg.model)}-{cfg.start_idx}-{cfg.end_idx or cfg.start_idx + cfg.slice_size}"
@@ -64,7 +65,7 @@ def _refuse_files_of_here(cfg: RunConfig) -> None:
 
 
 def _needs_internet(cfg: RunConfig, resources: Resources) -> bool:
-    "Whether pods speak to the Hub or to W&B."
+    "Return whether pods use the Hub or W&B."
     places = [cfg.model, cfg.dataset, cfg.eval_dataset or "builtin:", cfg.resume_file]
     remote = [
         place
@@ -81,7 +82,9 @@ def _needs_internet(cfg: RunConfig, resources: Resources) -> bool:
 
 
 def _in_cluster(cfg: RunConfig, resources: Resources, name: str) -> RunConfig:
-    "`cfg` as the pods take it. Raises `ConfigError` if it names files of this machine, or needs tokens and there is no Secret."
+    """Return `cfg` for the pods.
+
+    Raises `ConfigError` if it names files of this machine, or needs tokens without a Secret."""
     _refuse_files_of_here(cfg)
     needed = [
         token
@@ -301,7 +304,7 @@ def _job_spec(resources: Resources, template: dict[str, Any]) -> dict[str, Any]:
 
 
 def _job(resources: Resources, name: str) -> list[Manifest]:
-    "The Service that gives pods their host names, and the Job."
+    "Return the Service that gives pods their host names, and the Job."
     marks, space = labels(name, "node"), resources.namespace
     service = {
         "clusterIP": "None",
@@ -370,7 +373,7 @@ _JOB_OF = {"job": _job, "trainjob": _train_job}
 
 # %% ../../nbs/deploy/05_kubernetes.ipynb #d15c4df8
 class Manifests:
-    "What a run is in a cluster: `manifests`, in the order in which they are sent, and where they were sent."
+    "The objects of a run in a cluster: `manifests`, in the order in which they are sent."
 
     def __init__(self, name: str, manifests: list[Manifest]) -> None:
         self.name = name
@@ -387,7 +390,7 @@ class Manifests:
 
     @property
     def pod(self) -> dict[str, Any]:
-        "The template of the nodes' pods."
+        "Return the pod template of the nodes."
         for manifest in self.manifests:
             if manifest["kind"] == "Job":
                 return manifest["spec"]["template"]
@@ -398,9 +401,7 @@ class Manifests:
         raise AssertionError("no job")
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write one YAML file an object.
-
-        Files of a run that was rendered there before are removed; returns the new ones."""
+        "Write one YAML file per object, replacing those of an earlier run. Returns the new files."
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("[0-9][0-9]-*.yaml"):
@@ -422,7 +423,7 @@ class Manifests:
         return self.files
 
     def record(self) -> dict[str, Any]:
-        "What there is, as JSON takes it."
+        "Return the content as JSON."
         objects = [{"kind": m["kind"], "name": m["metadata"]["name"]} for m in self.manifests]
         files = [str(path) for path in self.files]
         return {

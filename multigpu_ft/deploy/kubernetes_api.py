@@ -21,7 +21,8 @@ _JOBS = ("Job", "TrainJob")
 
 
 def _connect() -> Any:
-    "The client of the cluster that the kubeconfig's current context names, or that this pod is in."
+    """Return a client of the cluster in the kubeconfig's current context, or of the one this pod is
+    in."""
     try:
         from kubernetes import client, config
     except ImportError:
@@ -49,7 +50,7 @@ def _connect() -> Any:
 
 
 def _said(error: Any) -> str:
-    "What the cluster's API said, without headers and tracebacks."
+    "Return the message of the cluster's API, without headers and tracebacks."
     try:
         return json.loads(error.body)["message"]
     except (ValueError, KeyError, TypeError):
@@ -57,7 +58,7 @@ def _said(error: Any) -> str:
 
 
 class _Cluster:
-    "What objects of any kind need to be looked up, sent and removed."
+    "Looks up, sends and removes objects of any kind."
 
     def __init__(self, folder: str) -> None:
         from kubernetes.client import ApiException, VersionApi
@@ -146,10 +147,9 @@ def _refuse_another(kind: str, name: str, namespace: str, **_: Any) -> None:
 def submit(manifests: list[dict[str, Any]]) -> tuple[str, list[str]]:
     """Send `manifests` to the cluster of the current kubeconfig.
 
-    Returns its address, and remarks about what was left out.
-
-    Raises `ConfigError` if the client is not installed, the cluster cannot be reached, is too
-    old, has a job of that name, or refuses one of them."""
+    Returns its address, and remarks on what was left out. Raises `ConfigError` if the client is
+    not installed, or the cluster can't be reached, is too old, already has a job of that name, or
+    rejects one of them."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             from kubernetes.client import ApiException

@@ -28,13 +28,15 @@ _ACCELERATOR_LABELS = ("nvidia.com/gpu.product", "cloud.google.com/gke-accelerat
 
 
 def labels(name: str, component: str | None = None) -> dict[str, str]:
-    "The labels of all that belongs to run `name`, of one component (node, tensorboard) or of any."
+    "Return the labels of run `name`, of one component (node, tensorboard) or of any."
     found = {"app.kubernetes.io/name": "multigpu-ft", "app.kubernetes.io/instance": name}
     return {**found, "app.kubernetes.io/component": component} if component else found
 
 
 def environment(resources: Resources, offline: bool) -> dict[str, str]:
-    "Environment variables of the pods, the user's last. `offline`: nothing is on the Hub, so nobody shall wait for it."
+    """Return the environment variables of the pods, the user's last.
+
+    `offline`: the run doesn't use the Hub, so it shouldn't wait for it."""
     ours = {
         "HOME": _HOME,
         "USER": "multigpu-ft",
@@ -49,9 +51,10 @@ def environment(resources: Resources, offline: bool) -> dict[str, str]:
 
 
 def claim(resources: Resources) -> str:
-    """Name of the claim of the shared volume.
+    """Return the name of the claim of the shared volume.
 
-    It is the namespace's, not the run's: the next slice goes on from this one's checkpoint."""
+    It belongs to the namespace, not the run, because the next slice resumes from this run's
+    checkpoint."""
     return resources.shared_volume.claim or "multigpu-ft"
 
 # %% ../../nbs/deploy/04_kubernetes_pods.ipynb #dda1d092
@@ -69,7 +72,7 @@ def _pod_security() -> dict[str, Any]:
 def _spec(
     resources: Resources, container: dict[str, Any], volumes: list[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    "What all our pods have in common."
+    "Return what all our pods have in common."
     pull = (
         {"imagePullSecrets": [{"name": resources.image_pull_secret}]}
         if resources.image_pull_secret
@@ -102,7 +105,7 @@ def _spec(
 
 
 def _scratch(name: str, size: str, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    "A folder that ends with the pod, and where it is mounted."
+    "Return a volume that ends with the pod, and its mount."
     return {"name": name, "emptyDir": {"sizeLimit": size}}, {"name": name, "mountPath": path}
 
 # %% ../../nbs/deploy/04_kubernetes_pods.ipynb #f712d882
@@ -132,7 +135,7 @@ def _affinity(resources: Resources, name: str) -> dict[str, Any]:
 
 
 def command(resources: Resources, rank: str, rdzv: str, nnodes: str | None = None) -> list[str]:
-    "What a node's pod runs. Kubernetes puts environment variables in the place of `$(NAME)`."
+    "Return the command of a node's pod. Kubernetes replaces `$(NAME)` by environment variables."
     return [
         "multigpu-ft",
         "train",
@@ -210,7 +213,7 @@ def _volumes(resources: Resources, name: str) -> tuple[list[dict[str, Any]], lis
 
 # %% ../../nbs/deploy/04_kubernetes_pods.ipynb #4d5e01a5
 def tensorboard_template(resources: Resources, name: str) -> dict[str, Any]:
-    "The template of the pod that shows the curves of all runs on the shared volume."
+    "Return the pod template that shows the curves of all runs on the shared volume."
     scratch = _scratch("tmp", "1Gi", "/tmp")
     container = {
         "name": "tensorboard",

@@ -32,7 +32,9 @@ _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?")
 
 
 def bytes_of(quantity: str) -> int:
-    "Bytes of a quantity such as 64Gi. Raises `ValueError` if it has none of the suffixes Mi, Gi, Ti, M, G and T."
+    """Return the bytes of a quantity such as 64Gi.
+
+    Raises `ValueError` without one of the suffixes Mi, Gi, Ti, M, G and T."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(Mi|Gi|Ti|M|G|T)", quantity)
     if not found:
         raise ValueError(
@@ -129,7 +131,7 @@ class _Section(BaseModel):
 
 
 class Gpu(_Section):
-    "What one node gives to the run."
+    "The resources of a node for the run."
 
     accelerator_count: int = Field(
         ge=0,
@@ -188,7 +190,7 @@ class Toleration(_Section):
 
 
 class _Loader(yaml.SafeLoader):
-    "Safe, and without references, by which a few lines stand for more than any memory holds."
+    "A safe YAML loader without references, which could expand a few lines beyond any memory."
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -202,10 +204,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class Resources(_Section):
-    """What a run gets from a cluster. `Resources.read` makes one of a file.
+    """The resources a run gets from a cluster; `Resources.read` reads them from a file.
 
-    Raises `ConfigError` for an unknown key, a quantity or name that the cluster would not take,
-    an image without digest, or a token."""
+    Raises `ConfigError` for an unknown key, an invalid quantity or name, an image without a
+    digest, or a token."""
 
     name: _Name | None = Field(
         None, description="name of the run; empty: its run_name, or model and slice"
@@ -248,7 +250,7 @@ class Resources(_Section):
 
     @classmethod
     def read(cls, source: Resources | str | Path | dict[str, Any]) -> Resources:
-        "Those of a YAML file or of a mapping. Raises `ConfigError` if it cannot be read, too."
+        "Read resources from a YAML file or a mapping. Raises `ConfigError`."
         if isinstance(source, Resources):
             return source
         if isinstance(source, dict):
@@ -294,7 +296,7 @@ _KEYS = [
 
 
 def _explain(error: ValidationError) -> str:
-    "Each of pydantic's complaints as one line: where, what, and why. Never what stands in config_map."
+    "Return one line per error of pydantic: where, what, and why, without values from config_map."
     lines = []
     for e in error.errors():
         place = ".".join(str(part) for part in e["loc"] if part != "[key]")
@@ -317,8 +319,10 @@ SECRET_NAME = "multigpu-ft-tokens"
 
 
 def secret_command(namespace: str, names: tuple[str, ...]) -> str:
-    """The command that puts tokens into the cluster, read from files, so that they get neither
-    into the shell's history nor into a list of processes."""
+    """Return the command that puts tokens into the cluster.
+
+    It reads them from files, so they appear neither in the shell's history nor in a list of
+    processes."""
     return f"kubectl create secret generic {SECRET_NAME} --namespace {namespace} " + " ".join(
         f"--from-file={name}=FILE" for name in names
     )

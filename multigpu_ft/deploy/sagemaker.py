@@ -33,7 +33,7 @@ _MISSING = "SageMaker's SDK is not installed: pip install 'multigpu_ft[sagemaker
 
 
 def _sdk() -> None:
-    "Raise `ConfigError` where the SDK is missing, or is its version 2, which has no ModelTrainer."
+    "Raise `ConfigError` if the SDK is missing, or is version 2, which has no ModelTrainer."
     try:
         import sagemaker.core.training.configs  # noqa: F401
         import sagemaker.train.distributed  # noqa: F401
@@ -42,7 +42,7 @@ def _sdk() -> None:
 
 
 def _gpus(instance_type: str, region: str) -> int | None:
-    "GPUs of an instance type; `None` if the SDK does not know it."
+    "Return the GPUs of an instance type; None if the SDK doesn't know it."
     from sagemaker.core.instance_types_gpu_info import retrieve
 
     if re.match(r"ml\.[mctr]\d", instance_type):
@@ -70,8 +70,7 @@ def _image(instance_type: str, region: str) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """A hyper-parameter, as SageMaker's environment gives it back: text that would be read as a
-    number or as JSON is in quotes."""
+    "Return a hyper-parameter as text, quoted if SageMaker would parse it as a number or JSON."
     if not isinstance(value, str):
         return json.dumps(value)
     try:
@@ -122,8 +121,11 @@ def _inputs(channels: list[dict[str, Any]]) -> list[Any]:
 
 
 class SageMakerJob:
-    """A training job that may be sent. `request` is what `CreateTrainingJob` gets, as far as it is known before; `config` the run's configuration there;
-    `remarks` what is to be known. After `submit()`, `name` and `arn`."""
+    """A training job that can be sent.
+
+    `request` has the arguments of `CreateTrainingJob`, as far as they are known before sending;
+    `config` is the run's configuration there; `remarks` are for the user. After `submit()`, it
+    has `name` and `arn`."""
 
     def __init__(
         self, cfg: RunConfig, request: dict[str, Any], region: str, s3: str, remarks: list[str]
@@ -240,7 +242,7 @@ class SageMakerJob:
         return sdk
 
     def record(self) -> dict[str, Any]:
-        "What there is, as JSON takes it."
+        "Return the content as JSON."
         return {
             "name": self.name,
             "arn": self.arn,
@@ -276,7 +278,9 @@ class SageMakerJob:
 # %% ../../nbs/deploy/07_sagemaker.ipynb #5a9e1c31
 @dataclass(frozen=True)
 class SageMakerResources:
-    "What a job asks SageMaker for. The fields are the parameters of `deploy_sagemaker`, which describes them."
+    """What a job requests from SageMaker.
+
+    The fields are the parameters of `deploy_sagemaker`, which describes them."""
 
     s3: str
     instance_type: str

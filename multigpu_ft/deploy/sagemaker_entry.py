@@ -30,12 +30,10 @@ _WAIT_S = 300.0
 
 
 def read_settings(environ: dict[str, str]) -> RunConfig:
-    """The configuration in a training job's environment, with what came through channels as paths.
+    """Return the configuration from a training job's environment, with channels as paths.
 
-    Raises `ConfigError` as `RunConfig` does.
-
-    Of several machines with disks of their own the first one keeps the run in what goes to S3,
-    and the others what is theirs elsewhere."""
+    On several machines with their own disks, the first keeps the run in the folder that goes to
+    S3, and the others keep theirs elsewhere. Raises `ConfigError` as `RunConfig` does."""
     values = json.loads(environ["SM_HPS"])
     if values.get("run_root") == CHECKPOINTS and environ.get("GROUP_RANK", "0") != "0":
         values["run_root"] = _OWN_DISK
@@ -48,9 +46,9 @@ def read_settings(environ: dict[str, str]) -> RunConfig:
 
 # %% ../../nbs/deploy/06_sagemaker_entry.ipynb #a16e312d
 def enter(cfg: RunConfig, local_rank: int, wait_s: float = _WAIT_S) -> RunDir:
-    """The run directory of `cfg`: this machine's first rank makes it, others wait for it.
+    """Return the run directory of `cfg`, which this machine's first rank creates.
 
-    Raises `ConfigError` if it is not there after `wait_s` seconds."""
+    The others wait for it. Raises `ConfigError` if it doesn't exist after `wait_s` seconds."""
     if local_rank == 0:
         run_dir = RunDir.common(cfg)
         run_dir.write_config(cfg)
@@ -68,9 +66,9 @@ def enter(cfg: RunConfig, local_rank: int, wait_s: float = _WAIT_S) -> RunDir:
 
 # %% ../../nbs/deploy/06_sagemaker_entry.ipynb #e02954f7
 def take_secrets(arn: str) -> dict[str, str]:
-    """Those of `SECRETS` that the secret `arn` has.
+    """Return the `SECRETS` in the secret `arn`.
 
-    Raises `ConfigError` if it cannot be read, or holds no JSON object with one of them."""
+    Raises `ConfigError` if it can't be read, or is not a JSON object with one of them."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -99,7 +97,9 @@ def take_secrets(arn: str) -> dict[str, str]:
 
 # %% ../../nbs/deploy/06_sagemaker_entry.ipynb #1d1b6caf
 def _train(run_dir: RunDir, environ: dict[str, str]) -> int:
-    "Exit code of the rank. SIGTERM is handed on to it: it finishes its step and saves."
+    """Run the rank and return its exit code.
+
+    SIGTERM is passed on to it, so it finishes its step and saves."""
     environ = {
         **environ,
         AGENT_PID_VARIABLE: str(os.getpid()),
@@ -119,7 +119,7 @@ def _train(run_dir: RunDir, environ: dict[str, str]) -> int:
 
 
 def main() -> None:
-    "Entry point of a SageMaker training job, started by its torchrun once a GPU."
+    "Run as the entry point of a SageMaker training job; its torchrun starts this once per GPU."
     environ = dict(os.environ)
     rank = int(environ.get("RANK", 0))
     try:

@@ -58,7 +58,7 @@ _BUCKET_OF_NODE_0 = _RUN.replace("exec ", f"{_CHOOSE}\nexec ").replace(
 
 
 class _Block(str):
-    "Text of several lines, which YAML shall show as such."
+    "Text of several lines, which YAML should show as such."
 
 
 class _Dumper(yaml.SafeDumper):
@@ -72,7 +72,7 @@ _Dumper.add_representer(
 
 # %% ../../nbs/deploy/08_skypilot.ipynb #2b5a14dd
 def _mounts(storage: str) -> tuple[str, dict[str, Any]]:
-    "Where the runs are on a node, and what the task says for it. Raises `ConfigError`."
+    "Return where the runs are on a node, and the task's section for it. Raises `ConfigError`."
     if storage.startswith(_BUCKETS):
         return _RUNS, {
             "file_mounts": {_RUNS: {"source": storage.rstrip("/"), "mode": "MOUNT_CACHED"}}
@@ -90,7 +90,7 @@ def _mounts(storage: str) -> tuple[str, dict[str, Any]]:
 
 
 def _inputs(cfg: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    "What is named by a bucket's address is copied to each node."
+    "Return what is copied to each node: everything with a bucket's address."
     changes, mounts = {}, {}
     for name in ("model", "dataset", "eval_dataset"):
         address = getattr(cfg, name) or ""
@@ -102,10 +102,10 @@ def _inputs(cfg: RunConfig) -> tuple[RunConfig, dict[str, str]]:
 
 # %% ../../nbs/deploy/08_skypilot.ipynb #60a21e89
 class SkyPilotTask:
-    """A managed job that may be launched.
+    """A managed job that can be launched.
 
-    `task` is what its YAML says, `config` the run's configuration there, `remarks` what is to
-    be known."""
+    `task` is the content of its YAML, `config` the run's configuration there, `remarks` are for
+    the user."""
 
     def __init__(self, cfg: RunConfig, task: dict[str, Any], remarks: list[str]) -> None:
         self.config, self.task, self.remarks, self.submitted = cfg, task, remarks, False
@@ -119,11 +119,11 @@ class SkyPilotTask:
         return yaml.dump(blocks, Dumper=_Dumper, sort_keys=False, width=1000)
 
     def write(self, folder: str | Path) -> Path:
-        """Write `task.yaml`, `config.json` and `code/` to `folder`, in place of what a task
-        wrote there before. Returns the path of `task.yaml`.
+        """Write `task.yaml`, `config.json` and `code/` to `folder`, replacing those of an earlier
+        task.
 
-        It is launched from within: `cd folder && sky jobs launch task.yaml`. Raises
-        `ConfigError` if `folder` holds something else."""
+        Returns the path of `task.yaml`. Launch it from the folder: `cd folder && sky jobs launch
+        task.yaml`. Raises `ConfigError` if `folder` has other files."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / "task.yaml").exists():
@@ -137,9 +137,9 @@ class SkyPilotTask:
         return folder / "task.yaml"
 
     def submit(self) -> "SkyPilotTask":
-        """Launch it as a managed job; does not wait for it.
+        """Launch it as a managed job, without waiting for it.
 
-        Raises `ConfigError` without SkyPilot, or a secret's value, or if SkyPilot refuses."""
+        Raises `ConfigError` without SkyPilot or a secret's value, or if SkyPilot refuses."""
         if self.submitted:
             raise ConfigError(
                 f"{self.task['name']} is submitted already; call deploy_skypilot again for another job."
@@ -182,7 +182,7 @@ class SkyPilotTask:
         return self
 
     def record(self) -> dict[str, Any]:
-        "What there is, as JSON takes it."
+        "Return the content as JSON."
         return {
             "name": self.task["name"],
             "submitted": self.submitted,

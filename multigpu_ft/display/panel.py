@@ -135,8 +135,7 @@ def say(text: str) -> None:
 
 # %% ../../nbs/display/03_panel.ipynb #43bdf3c9
 def has_viewer() -> bool:
-    """Whether the cell that runs now was sent by a frontend with a person before it, and
-    ipywidgets is there to draw with."""
+    "Return whether a person sees the running cell, and ipywidgets can draw in it."
     shell = notebook_shell()
     if shell is None:
         return False
@@ -261,7 +260,7 @@ def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> 
 
 
 def _facts(task: str, status: dict[str, Any], curve: Curve) -> list[tuple[str, str]]:
-    "What the newest logged step says, a name and a value each."
+    "Return names and values from the newest logged step."
     last, unit = curve.last, "text" if task == "classification" else "token"
     if not last:
         return []

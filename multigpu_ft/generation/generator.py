@@ -111,7 +111,7 @@ def _text(answer: Answer, eos: frozenset[int], stop: tuple[str, ...], tokenizer:
 # %% ../../nbs/generation/09_generator.ipynb #323a08fd
 @dataclass(frozen=True)
 class _Source:
-    "What a rank loads the model from."
+    "The arguments for loading a rank's model."
 
     cfg: RunConfig
     job: GenerationJob
@@ -199,7 +199,7 @@ def _join_store() -> dist.Store:
 
 
 class _SharedCounts:
-    "What all ranks have made, and whether one of them wants to stop."
+    "The counts of all ranks in torchrun's store, and the request to stop."
 
     def __init__(self, store: dist.Store, is_main: bool) -> None:
         self._store, self._is_main = store, is_main

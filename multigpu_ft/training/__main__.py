@@ -24,10 +24,8 @@ from ..run.run_dir import RunDir
 #| eval: false
 end_with_agent()
 gc.disable()
-faulthandler.register(
-    signal.SIGUSR1, all_threads=True
-)  # the agent asks a hanging rank for its stack
-os.dup2(1, 2)  # one log a rank, with warnings and tracebacks where they happened
+faulthandler.register(signal.SIGUSR1, all_threads=True)  # the agent wants a hanging rank's stack
+os.dup2(1, 2)  # one log per rank, with warnings and tracebacks where they happened
 _run_dir = RunDir(sys.argv[1])
 _stop = StopSignal(
     hopeless=lambda: has_nothing_to_finish(_run_dir.of_node(torchrun_number("GROUP_RANK")))

@@ -22,7 +22,7 @@ from ..tracking.metrics import Stopwatch
 
 # %% ../../nbs/training/01_step.ipynb #6730e2b2
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    "The trainable parameters of `model` in two groups: matrices and embeddings with `weight_decay`, vectors without."
+    "Return the trainable parameters in two groups: matrices with `weight_decay`, vectors without."
     trained = [p for p in model.parameters() if p.requires_grad]
     dimensions = {
         p: len(getattr(p, "ds_shape", p.shape)) for p in trained
@@ -35,10 +35,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def make_optimizer(cfg: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters of `model`, which a strategy has prepared.
+    """Return AdamW for the trainable parameters of `model`, which a strategy has prepared.
 
-    `adamw` is torch's fused kernel, `adamw_8bit` that of bitsandbytes (Dettmers et al. 2022). Raises `ConfigError` if bitsandbytes is missing.
-    """
+    `adamw` is torch's fused kernel, `adamw_8bit` that of bitsandbytes (Dettmers et al. 2022).
+    Raises `ConfigError` if bitsandbytes is missing."""
     groups = parameter_groups(model, cfg.weight_decay)
     if cfg.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=cfg.learning_rate, fused=True)
@@ -51,10 +51,9 @@ def make_optimizer(cfg: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
         ) from None
 
     class AdamW8bitOnShards(AdamW8bit):
-        """bitsandbytes knows no DTensors.
+        """bitsandbytes doesn't support DTensors.
 
-        On those of one shard (half precision under single and ddp) it is given the tensor
-        inside."""
+        For those with one shard, it gets the tensor inside."""
 
         def init_state(self, group, p, gindex, pindex):
             self._with_local(super().init_state, group, p, gindex, pindex)
@@ -77,10 +76,11 @@ def make_optimizer(cfg: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
 def learning_rate(
     cfg: RunConfig, step: int, total_steps: int, end_idx: int | None = None, earlier_steps: int = 0
 ) -> float:
-    """The rate of optimizer step `step` (from 0) of a slice's `total_steps`: linear warm-up, then constant, or to zero linearly or along a half cosine.
+    """Return the learning rate of optimizer step `step` (from 0) of a slice's `total_steps`.
 
-    `earlier_steps` has this optimizer made on slices before; `end_idx` is the row after the slice's last, needed if the schedule spans a series of slices.
-    """
+    It warms up linearly, then stays constant, or decays to zero linearly or along a half cosine.
+    `earlier_steps` are this optimizer's steps on earlier slices; `end_idx` is the row after the
+    slice's last, needed if the schedule spans a series of slices."""
     if earlier_steps + step < cfg.warmup_steps:
         return cfg.learning_rate * (earlier_steps + step + 1) / cfg.warmup_steps
     warm_up = max(0, cfg.warmup_steps - earlier_steps)
@@ -108,10 +108,10 @@ def train_step(
     watch: Stopwatch,
     look: Callable[[], None] = lambda: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns this rank's summed token loss (nats) and the global gradient norm before
-    clipping, both still on the device.
+    """Make one optimizer step.
 
-    `look` is called between clipping and update."""
+    Returns this rank's summed token loss (nats) and the global gradient norm before clipping,
+    both on the device. `look` is called between clipping and update."""
     for group in strategy.optimizer.param_groups:
         group["lr"] = rate
     weight, total = (
