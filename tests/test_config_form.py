@@ -212,9 +212,7 @@ def test_fields_that_contradict_each_other():
     f.inputs["nproc"].value = ""
     assert "✗" not in f._message.value + note(f, "strategy") and f.config.strategy == "single"
     f.inputs["hf_repo"].value = "no name"
-    assert "user/name" in note(f, "hf_repo"), (
-        "only one field is to blame, so it is said beside it"
-    )
+    assert "user/name" in note(f, "hf_repo"), "only one field is to blame, so it is said beside it"
 
 
 def test_a_secret_is_refused_and_not_shown():

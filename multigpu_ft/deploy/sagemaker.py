@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -427,54 +427,35 @@ def deploy_sagemaker(
     secret_arn: str | None = None,
     submit: bool = False,
 ) -> SageMakerJob:
-    """`cfg` as a SageMaker training job; nothing is sent without `submit`.
+    """Make a SageMaker training job of `cfg`; nothing is sent without `submit`.
 
     Args:
         s3: s3://bucket/prefix for the code, the runs with their checkpoints, and the model
         instance_type: machine to train on; one process per GPU
         instance_count: machines that train together
-        role: name or ARN of the IAM role that the job takes; empty: the one under which you are here, as in SageMaker Studio
+        role: name or ARN of the job's IAM role; empty: your own, as in SageMaker Studio
         image: container image with torch>=2.10; empty: SageMaker's own
-        spot: on spare machines, which cost less and may be taken away; the job then goes on later
-        max_run_hours: longest time that it trains (hours)
-        max_wait_hours: longest time with waiting for spot machines (hours); empty: twice max_run_hours
+        spot: use spot machines, which cost less and may be taken away; the job then resumes later
+        max_run_hours: longest training time (hours)
+        max_wait_hours: longest time including waits for spot machines (hours); empty: twice max_run_hours
         volume_gb: disk of a machine (GB)
-        region: AWS region; empty: the one that is set here
-        file_system: fs-01234567/mount/folder of FSx for Lustre, or efs:fs-01234567/folder, where several machines keep the run; empty: the first one has it
-        subnets: of the network that file_system is in
-        security_groups: of that network
+        region: AWS region; empty: your default region
+        file_system: fs-01234567/mount/folder of FSx for Lustre, or efs:fs-01234567/folder, for runs on several machines; empty: the first machine's disk
+        subnets: subnets of file_system
+        security_groups: security groups of file_system
         secret_arn: ARN of a secret in Secrets Manager, a JSON object with HF_TOKEN or WANDB_API_KEY
-        submit: send it
+        submit: send the job
 
-    Raises `ConfigError` for what cannot work, or if something is missing that it takes.
+    Raises `ConfigError` for settings that can't work, or if a package or credentials are missing.
     """
+    given = locals()
     _sdk()
-    import boto3
-
-    region = region or boto3.Session().region_name
-    if not region:
-        raise ConfigError(
-            "no AWS region is set: pass region='eu-central-1' or another,"
-            " set AWS_DEFAULT_REGION, or run aws configure."
-        )
-    shown = {"s3": s3, "role": role, "image": image, "file_system": file_system}
-    refuse_secrets({name: value for name, value in shown.items() if value})
-    resources = SageMakerResources(
-        s3=s3,
-        instance_type=instance_type,
-        instance_count=instance_count,
-        role=role,
-        image=image,
-        spot=spot,
-        max_run_hours=max_run_hours,
-        max_wait_hours=max_wait_hours,
-        volume_gb=volume_gb,
-        region=region,
-        file_system=file_system,
-        subnets=names(subnets),
-        security_groups=names(security_groups),
-        secret_arn=secret_arn,
-    )
+    region = region or _default_region()
+    shown = ("s3", "role", "image", "file_system")
+    refuse_secrets({name: given[name] for name in shown if given[name]})
+    lists = {"subnets": names(subnets), "security_groups": names(security_groups)}
+    asked = {field.name: given[field.name] for field in fields(SageMakerResources)}
+    resources = SageMakerResources(**{**asked, **lists, "region": region})
     resources.check()
     gpus = _gpus(instance_type, region)
     resources.check_run(cfg, gpus)
@@ -484,6 +465,18 @@ def deploy_sagemaker(
     request = resources.request(cfg)
     job = SageMakerJob(cfg, request, region, s3.rstrip("/"), _remarks(cfg, resources, gpus))
     return job.submit() if submit else job
+
+
+def _default_region() -> str:
+    import boto3
+
+    region = boto3.Session().region_name
+    if not region:
+        raise ConfigError(
+            "no AWS region is set: pass region='eu-central-1' or another, "
+            "set AWS_DEFAULT_REGION, or run aws configure."
+        )
+    return region
 
 
 def _remarks(cfg: RunConfig, resources: SageMakerResources, gpus: int | None) -> list[str]:

@@ -225,21 +225,21 @@ def deploy_skypilot(
     out: str | None = None,
     submit: bool = False,
 ) -> SkyPilotTask:
-    """`cfg` as a managed job of SkyPilot; nothing is launched without `submit`.
+    """Make a managed job of SkyPilot of `cfg`; nothing is launched without `submit`.
 
     Args:
-        storage: where the runs with their checkpoints are kept: s3://bucket/prefix (or gs://, ...), volume:NAME, or a folder that all nodes share
+        storage: for runs and checkpoints: s3://bucket/prefix (or gs://, ...), volume:NAME, or a folder that all nodes share
         accelerators: GPUs of a node, such as H100:8
         num_nodes: nodes that train together
-        infra: cloud, cloud/region or k8s/context; empty: the cheapest that has them
-        spot: on spare machines, which cost less and may be taken away
-        recover: start the job again when machines were taken away, or when it was interrupted
+        infra: cloud, cloud/region or k8s/context; empty: the cheapest with these GPUs
+        spot: use spot machines, which cost less and may be taken away
+        recover: restart the job when machines were taken away, or when it was interrupted
         disk_gb: disk of a node (GB)
-        secrets: names of environment variables to hand on, beside HF_TOKEN for hf_repo and WANDB_API_KEY for W&B
+        secrets: names of environment variables to pass on, besides HF_TOKEN for hf_repo and WANDB_API_KEY for W&B
         out: folder to write the task to
-        submit: launch it
+        submit: launch the job
 
-    Raises `ConfigError` for what cannot work, or if something is missing that launching takes.
+    Raises `ConfigError` for settings that can't work, or if SkyPilot or a secret is missing.
     """
     gpu, gpus = _accelerators(accelerators)
     if num_nodes < 1 or disk_gb < 1:
@@ -257,27 +257,40 @@ def deploy_skypilot(
     anywhere = "file_mounts" in mounts  # a bucket is visible from every region, a volume isn't
     if copied:
         mounts["file_mounts"] = {**mounts.get("file_mounts", {}), **copied}
-    wanted = _wanted_secrets(cfg, secrets)
-    task = {
-        "name": re.sub(r"[^a-z0-9]+", "-", cfg.run_name.lower()).strip("-")[:40] or "run",
-        "workdir": ".",
-        "num_nodes": num_nodes,
-        "resources": {
-            **({"infra": infra} if infra else {}),
-            "accelerators": f"{gpu}:{gpus}",
-            "use_spot": spot,
-            "disk_size": disk_gb,
-            "job_recovery": _recovery(anywhere) if recover else "none",
-        },
-        **({"secrets": dict.fromkeys(wanted)} if wanted else {}),
-        **mounts,
-        "setup": _SETUP,
-        "run": _BUCKET_OF_NODE_0 if anywhere and num_nodes > 1 else _RUN,
+    resources = {
+        **({"infra": infra} if infra else {}),
+        "accelerators": f"{gpu}:{gpus}",
+        "use_spot": spot,
+        "disk_size": disk_gb,
+        "job_recovery": _recovery(anywhere) if recover else "none",
     }
+    command = _BUCKET_OF_NODE_0 if anywhere and num_nodes > 1 else _RUN
+    task = _task(cfg, num_nodes, resources, _wanted_secrets(cfg, secrets), mounts, command)
     made = SkyPilotTask(cfg, task, _remarks(cfg, spot, recover, storage))
     if out:
         made.write(out)
     return made.submit() if submit else made
+
+
+def _task(
+    cfg: RunConfig,
+    num_nodes: int,
+    resources: dict[str, Any],
+    secrets: Any,
+    mounts: dict[str, Any],
+    command: str,
+) -> dict[str, Any]:
+    "Return the content of the task's YAML."
+    return {
+        "name": re.sub(r"[^a-z0-9]+", "-", cfg.run_name.lower()).strip("-")[:40] or "run",
+        "workdir": ".",
+        "num_nodes": num_nodes,
+        "resources": resources,
+        **({"secrets": dict.fromkeys(secrets)} if secrets else {}),
+        **mounts,
+        "setup": _SETUP,
+        "run": command,
+    }
 
 
 def _accelerators(accelerators: str) -> tuple[str, int]:

@@ -101,10 +101,7 @@ def launch(
             "A script is named by its path."
         )
     if detach or not wait:
-        kind = "function" if callable(what) else "script"
-        raise ConfigError(
-            f"a {kind} is waited for; only a RunConfig can be launched with wait=False or detach=True."
-        )
+        raise ConfigError("only a RunConfig can be launched with wait=False or detach=True.")
     if callable(what):
         return call(what, args, nproc)
     if not Path(what).is_file():

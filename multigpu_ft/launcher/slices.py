@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,54 +67,45 @@ class Slices:
                 f"start_idx={cfg.start_idx}, end_idx={cfg.end_idx}: no series; "
                 "start_idx must be 0 or more, and below end_idx."
             )
-        end = (
-            cfg.end_idx
-            if num_rows is None
-            else cfg.replace(slice_size=num_rows).slice_end(num_rows)
-        )
+        end = cfg.end_idx
+        if num_rows is not None:
+            end = cfg.replace(slice_size=num_rows).slice_end(num_rows)
         if (count := -(-(end - cfg.start_idx) // cfg.slice_size)) > _MOST:
             raise DataError(
                 f"rows {cfg.start_idx}-{end} are {count:,} slices of "
                 f"slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most."
             )
-        self.folder = (
-            Path(cfg.run_root).absolute()
-            / f"slices_{short_name(cfg.model)}_{short_name(Path(cfg.dataset).stem)}_{cfg.slice_size}"
-        )
-        spans = (
-            {}
-            if cfg.lr_scheduler == "constant" or cfg.schedule_end_idx
-            else {"schedule_start_idx": cfg.start_idx, "schedule_end_idx": end}
-        )
-        self.config = cfg.replace(run_root=str(self.folder), **spans)
-        # what its runs may be of: after a move their settings name another folder, and their
-        # checkpoints tell that the data is the same
-        self._own = [own := fingerprint(self.config)]
-        others = [
-            (run, theirs)
-            for run in runs(self.folder)
-            if difference(theirs := fingerprint(run.config), own)
-        ]
-        self._own += [
-            theirs
-            for run, theirs in others
-            if any(belongs(checkpoint, self.config) for checkpoint in run.dir.checkpoints())
-        ]
+        name = f"{short_name(cfg.model)}_{short_name(Path(cfg.dataset).stem)}_{cfg.slice_size}"
+        self.folder = Path(cfg.run_root).absolute() / f"slices_{name}"
+        if cfg.lr_scheduler != "constant" and not cfg.schedule_end_idx:
+            cfg = cfg.replace(schedule_start_idx=cfg.start_idx, schedule_end_idx=end)
+        self.config = cfg.replace(run_root=str(self.folder))
+        self._own = self._fingerprints()
         self.bounds: list[tuple[int, int]] = []
         for start in range(cfg.start_idx, end, cfg.slice_size):
             after = min(start + cfg.slice_size, end)
-            # if the data has grown since its last slice was trained, only the new rows remain
-            reached = max(
-                (
-                    e
-                    for run in self.runs(start)
-                    if (e := run.config.end_idx) < after and self.is_done(start, e)
-                ),
-                default=start,
-            )
-            self.bounds += (
-                [(start, after)] if reached == start else [(start, reached), (reached, after)]
-            )
+            reached = self._reached(start, after)
+            middle = [reached] if reached > start else []
+            self.bounds += pairwise([start, *middle, after])
+
+    def _fingerprints(self) -> list[dict[str, Any]]:
+        """Return the fingerprints that its runs may have.
+
+        After a move, runs name another folder, but their checkpoints have the same data."""
+        own = fingerprint(self.config)
+        found = [own]
+        for run in runs(self.folder):
+            theirs, checkpoints = fingerprint(run.config), run.dir.checkpoints()
+            if difference(theirs, own) and any(belongs(c, self.config) for c in checkpoints):
+                found.append(theirs)
+        return found
+
+    def _reached(self, start: int, after: int) -> int:
+        """Return the row up to which a shorter version of a slice has been trained.
+
+        If the data has grown since its last slice was trained, only the new rows remain."""
+        ends = [run.config.end_idx for run in self.runs(start)]
+        return max((e for e in ends if e < after and self.is_done(start, e)), default=start)
 
     def runs(self, start_idx: int | None = None) -> list[Run]:
         "Return its runs, or those of the slice that starts at row `start_idx`, oldest first."

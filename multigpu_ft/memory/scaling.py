@@ -8,6 +8,7 @@ __all__ = ['LAYOUTS', 'Collective', 'Shape', 'collectives', 'Cost', 'Communicati
 # %% ../../nbs/memory/05_scaling.ipynb #62cde100
 import base64
 from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -327,30 +328,34 @@ class Communication:
         figure = Figure(figsize=(8.6, 3.3), dpi=110, layout="constrained")
         share, sent = figure.subplots(1, 2)
         for layout in dict.fromkeys(cost.layout for cost in self.costs):
-            costs, color = self.of(layout), _COLORS[layout]
-            nodes = [cost.nodes for cost in costs]
-            for axes, values, style in (
-                (share, [100 * cost.exposed for cost in costs], "-"),
-                (sent, [cost.inside / 1e9 for cost in costs], "-"),
-                (sent, [cost.between / 1e9 or float("nan") for cost in costs], ":"),
-            ):
-                axes.plot(
-                    nodes,
-                    values,
-                    style,
-                    color=color,
-                    linewidth=1.6,
-                    label=layout if axes is share else None,
-                )
-                for at, value, cost in zip(nodes, values, costs, strict=True):
-                    axes.plot(
-                        [at],
-                        [value],
-                        "o",
-                        color=color,
-                        markersize=5,
-                        markerfacecolor=color if self.fits(cost) else "white",
-                    )
+            costs = self.of(layout)
+            self._draw(share, costs, [100 * cost.exposed for cost in costs], label=layout)
+            self._draw(sent, costs, [cost.inside / 1e9 for cost in costs])
+            between = [cost.between / 1e9 or math.nan for cost in costs]
+            self._draw(sent, costs, between, ":")
+        self._label(share, sent)
+        name, speed = Path(self.config.model).name, f"{self.network * 8 / 1e9:g} Gb/s"
+        figure.suptitle(f"{name}: {speed} a GPU between nodes", fontsize=10)
+        handles = share.get_legend_handles_labels()
+        figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=9)
+        return figure
+
+    def _draw(
+        self,
+        axes: Any,
+        costs: list[Cost],
+        values: list[float],
+        style: str = "-",
+        label: str | None = None,
+    ) -> None:
+        "Draw a line over the nodes, hollow where the state doesn't fit."
+        nodes, color = [cost.nodes for cost in costs], _COLORS[costs[0].layout]
+        axes.plot(nodes, values, style, color=color, linewidth=1.6, label=label)
+        for x, y, cost in zip(nodes, values, costs, strict=True):
+            fill = color if self.fits(cost) else "white"
+            axes.plot([x], [y], "o", color=color, markersize=5, markerfacecolor=fill)
+
+    def _label(self, share: Any, sent: Any) -> None:
         share.axhline(100 * (1 - _WORTH), color="#7a7a7a", linewidth=1, linestyle="--")
         share.annotate(
             f"{_WORTH:.0%} efficiency",
@@ -381,14 +386,6 @@ class Communication:
             axes.set_xlabel(f"nodes of {self.gpus} x {self.gpu.name}")
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(labelsize=9)
-        figure.suptitle(
-            f"{Path(self.config.model).name}: {self.network * 8 / 1e9:g} Gb/s a GPU between nodes",
-            fontsize=10,
-        )
-        figure.legend(
-            *share.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9
-        )
-        return figure
 
 # %% ../../nbs/memory/05_scaling.ipynb #da5b38ec
 def communication(
@@ -431,26 +428,16 @@ def communication(
             "what DeepSpeed sends is not computed here; use strategy='fsdp' and layouts."
         )
     shape = read_shape(cfg, kind, gpus)
-    computing = (
-        shape.flops_per_token * shape.tokens / (kind.flops / (8 if shape.width == 4 else 1) * mfu)
-    )
+    flops = kind.flops / (8 if shape.width == 4 else 1) * mfu
+    computing = shape.flops_per_token * shape.tokens / flops
     costs = []
     for layout in layouts:
         for count in sorted(set(nodes)):
             found = collectives(shape, layout, count, gpus)
             inside, between = (sum(part) for part in zip(*(one.sent for one in found), strict=True))
+            seconds = sum(one.seconds(link, network) for one in found)
             state = _state(shape, layout, count, gpus)
-            costs.append(
-                Cost(
-                    layout,
-                    count,
-                    inside,
-                    between,
-                    computing,
-                    sum(one.seconds(link, network) for one in found),
-                    state,
-                )
-            )
+            costs.append(Cost(layout, count, inside, between, computing, seconds, state))
     return Communication(cfg, shape, kind, gpus, link, network, mfu, costs)
 
 

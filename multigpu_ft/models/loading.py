@@ -245,22 +245,18 @@ def load_model(
     own head has other labels."""
     shell = load_shell(cfg, tokenizer, label_names)
     torch.manual_seed(cfg.seed)
+    attention = cfg.attn_implementation
     if cfg.model == BUILTIN_MODEL and quantization == "none":
-        return (
-            model_class(cfg)
-            .from_config(shell.config, attn_implementation=cfg.attn_implementation)
-            .to(dtype)
-            .train()
-        )
+        model = model_class(cfg).from_config(shell.config, attn_implementation=attention)
+        return model.to(dtype).train()
     settings: dict[str, Any] = {
         "dtype": dtype,
-        "attn_implementation": cfg.attn_implementation,
+        "attn_implementation": attention,
         "config": shell.config,
     }
     output = shell.get_output_embeddings()
-    whole = [name for name, module in shell.named_modules() if module is output] + (
-        head_modules(shell) if label_names else []
-    )
+    whole = [name for name, module in shell.named_modules() if module is output]
+    whole += head_modules(shell) if label_names else []
     if quantization != "none":
         settings |= {
             "quantization_config": make_quantization_config(quantization, dtype, whole),
@@ -270,19 +266,14 @@ def load_model(
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     try:
         if cfg.model == BUILTIN_MODEL:
-            with (
-                tempfile.TemporaryDirectory() as folder
-            ):  # bitsandbytes only quantizes while loading
+            with tempfile.TemporaryDirectory() as folder:  # bitsandbytes quantizes only in loading
                 shell.config.save_pretrained(folder)
-                save_model(
-                    model_class(cfg).from_config(shell.config),
-                    f"{folder}/model.safetensors",
-                    {"format": "pt"},
-                )  # save_pretrained is for rank 0
+                model = model_class(cfg).from_config(shell.config)
+                # save_pretrained would only save on rank 0
+                save_model(model, f"{folder}/model.safetensors", {"format": "pt"})
                 return model_class(cfg).from_pretrained(folder, **settings).train()
-        return (
-            model_class(cfg).from_pretrained(cfg.model, revision=cfg.revision, **settings).train()
-        )
+        model = model_class(cfg).from_pretrained(cfg.model, revision=cfg.revision, **settings)
+        return model.train()
     except RuntimeError as error:
         if not label_names or not any(word in str(error) for word in ("mismatch", "shape")):
             raise

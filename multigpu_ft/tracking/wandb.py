@@ -356,62 +356,81 @@ def sync_wandb(run_dir: str | Path) -> list[str]:
     cfg, status = run_dir.config(), run_dir.status()
     if "wandb" not in cfg.trackers or "line" not in status:
         return []
-    wandb = _import_wandb()
+    wandb, line = _import_wandb(), status["line"]
     if reason := _why_offline(wandb.setup(wandb.Settings(silent=True)).settings, _INIT_S):
         raise ConfigError(
             f"nothing was uploaded to W&B: {reason}. "
             "Put a key in WANDB_API_KEY or use `wandb login`, check the network, unset WANDB_MODE, and try again."
         )
     records = earlier_metrics(run_dir, max((m["step"] for m in run_dir.metrics()), default=0))
-    launched = status.get("launched", 0)
-    earlier = [
-        run
-        for run in runs_of(status["line"], run_dir.path.parent)
-        if run.status().get("launched", 0) <= launched
-    ]
-    files = {
-        path: logged_steps(path)
-        for run in earlier
-        for path in _wandb_files(run)
-        if not _is_synced(path)
-    }
-    waiting: list[Path] = []
-    taken: list[Path] = []
-
-    def before_the_files(has: int) -> list[dict[str, Any]]:
-        waiting.extend(path for path, steps in files.items() if steps and steps[0] > has)
-        return [r for r in records if waiting and has < r["step"] < files[waiting[0]][0]]
-
-    def the_rest(has: int) -> list[dict[str, Any]]:
-        if taken and has < (last := files[taken[-1]][-1]):  # only the file has the histograms
-            output = (said.splitlines() or ["no output"])[-1]
-            raise RuntimeError(f"after `wandb sync` it has {has} of {last} steps: {output}")
-        return [r for r in records if r["step"] > has] if taken == waiting else []
-
+    missing = _Missing(records, _unsynced_files(run_dir, status))
     try:
-        made_up = _upload(run_dir, status["line"], before_the_files)
-        # One by one: W&B uploads what a truncated file has, but reports a failure and skips all files after it.
-        for path in waiting:
-            command = [sys.executable, "-m", "wandb", "sync", str(path.parent)]
-            done = subprocess.run(
-                command,
-                cwd=run_dir.path,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-            )
-            said = done.stderr.strip()
-            taken.append(path)
-            if done.returncode and taken != waiting:
-                _upload(run_dir, status["line"], the_rest)
-        made_up += _upload(run_dir, status["line"], the_rest)
+        made_up = _upload(run_dir, line, missing.before_the_files)
+        # One by one: W&B uploads what a truncated file has, but reports a failure and skips all
+        # files after it.
+        for path in missing.waiting:
+            failed = missing.sync(path, run_dir.path)
+            if failed and missing.taken != missing.waiting:
+                _upload(run_dir, line, missing.the_rest)
+        made_up += _upload(run_dir, line, missing.the_rest)
     except Exception as error:
         raise ConfigError(
-            f"W&B rejected the run: {shortened(error)}. Check the key (WANDB_API_KEY) and the network, and try again."
+            f"W&B rejected the run: {shortened(error)}. "
+            "Check the key (WANDB_API_KEY) and the network, and try again."
         ) from None
-    _mark_synced(list(files))
-    return [path.parent.name for path in waiting] + made_up
+    _mark_synced(list(missing.files))
+    return [path.parent.name for path in missing.waiting] + made_up
+
+
+def _unsynced_files(run_dir: RunDir, status: dict[str, Any]) -> dict[Path, list[int]]:
+    "Return the offline files of a run and of the runs it continues, with their steps."
+    launched = status.get("launched", 0)
+    runs = runs_of(status["line"], run_dir.path.parent)
+    runs = [run for run in runs if run.status().get("launched", 0) <= launched]
+    paths = [path for run in runs for path in _wandb_files(run) if not _is_synced(path)]
+    return {path: logged_steps(path) for path in paths}
+
+
+class _Missing:
+    "What W&B lacks: offline `files` with their steps, and `records` of steps in no file."
+
+    def __init__(self, records: list[dict[str, Any]], files: dict[Path, list[int]]) -> None:
+        self.records, self.files = records, files
+        self.waiting: list[Path] = []  # files to upload
+        self.taken: list[Path] = []  # files that were uploaded
+        self._output = ""
+
+    def before_the_files(self, has: int) -> list[dict[str, Any]]:
+        "Choose the files to upload, and return the records before them; W&B has `has` steps."
+        self.waiting = [path for path, steps in self.files.items() if steps and steps[0] > has]
+        if not self.waiting:
+            return []
+        first = self.files[self.waiting[0]][0]
+        return [record for record in self.records if has < record["step"] < first]
+
+    def sync(self, path: Path, folder: Path) -> bool:
+        "Upload a file. Returns whether that failed."
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", str(path.parent)],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        self._output = done.stderr.strip()
+        self.taken.append(path)
+        return done.returncode != 0
+
+    def the_rest(self, has: int) -> list[dict[str, Any]]:
+        "Return the records after the files. Raises `RuntimeError` if W&B lacks steps of a file."
+        last = self.files[self.taken[-1]][-1] if self.taken else 0
+        if has < last:  # only the file has the histograms
+            output = (self._output.splitlines() or ["no output"])[-1]
+            raise RuntimeError(f"after `wandb sync` it has {has} of {last} steps: {output}")
+        if self.taken != self.waiting:
+            return []
+        return [record for record in self.records if record["step"] > has]
 
 
 def _upload(run_dir: RunDir, line: str, choose: Callable[[int], list[dict[str, Any]]]) -> list[str]:

@@ -85,7 +85,7 @@ def test_a_script_may_end_itself():
             "rank 0 returned a generator, which cannot be handed back",
         ),
         (lambda: launch(lambda: 1, nproc=0), "at least 1 process"),
-        (lambda: launch(lambda: 1, wait=False), "a function is waited for"),
+        (lambda: launch(lambda: 1, wait=False), "only a RunConfig"),
         (lambda: launch(RunConfig(), 3), "belong to a function"),
         (lambda: launch({"model": "x"}), "takes a RunConfig or a function, not a dict"),
     ],
