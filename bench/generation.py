@@ -1,13 +1,17 @@
-"""Answers a second: `generate` against `model.generate(num_return_sequences=n)` in static halves, and on one process against two.
+"""Answers a second: `generate` against `model.generate(num_return_sequences=n)` in static halves, and
+on one process against two.
 
     python bench/generation.py --dataset questions.jsonl
 
-A tiny model learns real questions and answers first, so that it ends its answers where such answers end. Then the arms of a comparison take turns, each in
-processes of its own with a thread each. `static`: 25 answers to each of 22 questions, in halves for two ranks with 25 answers to a question at a time, against
-`generate` with as many places. `processes`: 25 answers to each of 88 questions by `generate` with 38 places, on two ranks and on one. `machine`: two
-such processes that have nothing to do with each other, at once, against one alone: what two processes could reach here. All of them sample 256
-tokens at most at temperature 1. What counts is the time from the first question to the last answer, without starting and loading.
-Writes bench/results/generation.json; a comparison that is not made stays there as it was.
+A tiny model learns real questions and answers first, so that it ends its answers where such answers
+end. Then the arms of a comparison take turns, each in processes of its own with a thread each.
+`static`: 25 answers to each of 22 questions, in halves for two ranks with 25 answers to a question
+at a time, against `generate` with as many places. `processes`: 25 answers to each of 88 questions
+by `generate` with 38 places, on two ranks and on one. `machine`: two such processes that have
+nothing to do with each other, at once, against one alone: what two processes could reach here. All
+of them sample 256 tokens at most at temperature 1. What counts is the time from the first question
+to the last answer, without starting and loading. Writes bench/results/generation.json; a comparison
+that is not made stays there as it was.
 """
 
 import argparse

@@ -1,21 +1,29 @@
-"""Ways to run a function on two processes from a notebook cell, each in a real kernel: what the cell shows when it works, fails, hangs or is interrupted.
+"""Ways to run a function on two processes from a notebook cell, each in a real kernel: what the cell
+shows when it works, fails, hangs or is interrupted.
 
-    python bench/launchers.py [--only Lightning torchrun] [--scenarios 1 2] [--rounds 3] [--json bench/results/launchers.json]
+    python bench/launchers.py [--only Lightning torchrun] [--scenarios 1 2] [--rounds 3] \
+        [--json bench/results/launchers.json]
 
-Every trial has its own kernel and folder. Needs `pip install lightning ipyparallel` next to the package. Prints a table, writes all that was observed;
-what is there of other launchers and scenarios stays. A cell hangs if it is not back 60 s after rank 1 failed. Seconds are counted from the launch, for
-failures from the failure.
+Every trial has its own kernel and folder. Needs `pip install lightning ipyparallel` next to the
+package. Prints a table, writes all that was observed; what is there of other launchers and
+scenarios stays. A cell hangs if it is not back 60 s after rank 1 failed. Seconds are counted from
+the launch, for failures from the failure.
 
-Fairness. All run the same `work`, on gloo, in kernels that have imported torch and the launcher before the clock starts.
-- gloo tells rank 0 at once that rank 1 is gone, so in 2 and 3 both ranks fail, and a launcher may name the wrong one. With NCCL rank 0 would wait on, as
-  in 9, where it computes.
-- Accelerate: without a GPU, `notebook_launcher(..., num_processes=2)` takes the path it takes with two (torch's elastic agent, forked ranks; it prints
-  "Launching training on 2 CUDAs."), so nothing is faked. A trial chooses the port, for others on this machine may use 29500, and keeps it, as who does not
-  choose one does; 5 works with another one. ACCELERATE_DEBUG_MODE, which tries the devices first, has no device to try here.
+Fairness. All run the same `work`, on gloo, in kernels that have imported torch and the launcher
+before the clock starts.
+- gloo tells rank 0 at once that rank 1 is gone, so in 2 and 3 both ranks fail, and a launcher may
+  name the wrong one. With NCCL rank 0 would wait on, as in 9, where it computes.
+- Accelerate: without a GPU, `notebook_launcher(..., num_processes=2)` takes the path it takes with
+  two (torch's elastic agent, forked ranks; it prints "Launching training on 2 CUDAs."), so nothing
+  is faked. A trial chooses the port, for others on this machine may use 29500, and keeps it, as who
+  does not choose one does; 5 works with another one. ACCELERATE_DEBUG_MODE, which tries the devices
+  first, has no device to try here.
 - Lightning: `work` is called by `training_step`, in the process group that the strategy made.
-- ipyparallel: engines know no ranks, so the cell gives each one torchrun's variables. `apply_sync` waits for all engines, whatever happens to one; the
-  second column asks for the first exception instead.
-- torchrun: a cell with `!` does not raise when its command fails. The second column is `%%bash`, which does.
+- ipyparallel: engines know no ranks, so the cell gives each one torchrun's variables. `apply_sync`
+  waits for all engines, whatever happens to one; the second column asks for the first exception
+  instead.
+- torchrun: a cell with `!` does not raise when its command fails. The second column is `%%bash`,
+  which does.
 - CUDA: see `TOUCHED`.
 """
 
@@ -115,8 +123,8 @@ def work(what, marks):
 
 WORK = inspect.getsource(work)
 
-# What a forked child sees of a parent that has used CUDA, without CUDA: there, torch's pthread_atfork handler makes `_is_in_bad_fork()` true, and the error
-# comes from torch's own `_lazy_init`. A process that was exec'd starts afresh in both worlds.
+# Simulates CUDA in a forked child whose parent has used it: torch's pthread_atfork handler makes
+# `_is_in_bad_fork()` true there, and torch's own `_lazy_init` raises. An exec'd process starts afresh.
 TOUCHED = """
 import os, torch
 torch.cuda._initialized = True

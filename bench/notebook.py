@@ -74,7 +74,10 @@ def long_run(folder, steps):
     """A watched run of many steps; the notebook that is saved, and the same opened again
     without a kernel having run a cell."""
     epochs = max(1, steps // 10_000)
-    settings = f"run_root='runs', run_name='long', packing='padded', batch_size=1, max_length=16, nproc=1, end_idx={steps // epochs}, num_epochs={epochs}"
+    settings = (
+        "run_root='runs', run_name='long', packing='padded', batch_size=1, max_length=16, "
+        f"nproc=1, end_idx={steps // epochs}, num_epochs={epochs}"
+    )
     with Lab(folder, env={"OMP_NUM_THREADS": "1"}) as lab:
         page = lab.open(
             make_notebook(

@@ -2,12 +2,15 @@
 
 torchrun --standalone --nproc-per-node N bench/peers.py ARM FOLDER fp32|bf16|fp16 ROWS MAX_STEPS
 
-- original: a plain FSDP-era script: every text padded to max_length, the model's own loss, `.item()` after each micro-batch
-- dynamic, grouped, packed: transformers' Trainer with padding to the longest of the batch, with train_sampling_strategy="group_by_length", and on blocks of
-  max_length tokens in which documents run into each other
+- original: a plain FSDP-era script: every text padded to max_length, the model's own loss,
+  `.item()` after each micro-batch
+- dynamic, grouped, packed: transformers' Trainer with padding to the longest of the batch, with
+  train_sampling_strategy="group_by_length", and on blocks of max_length tokens in which documents
+  run into each other
 - trl: SFTTrainer with packing=True
 
-Prints one JSON object: time and real tokens of each optimizer step (all ranks), the first step's loss, the process's start and its peak memory.
+Prints one JSON object: time and real tokens of each optimizer step (all ranks), the first step's
+loss, the process's start and its peak memory.
 """
 
 import json

@@ -49,10 +49,13 @@ class Traced(Trainer):
         return loss
 
 arguments = TrainingArguments(
-    out, per_device_train_batch_size=4, num_train_epochs=1, save_steps=2, save_strategy="steps", logging_steps=1, report_to=[], use_cpu=True,
+    out, per_device_train_batch_size=4, num_train_epochs=1, save_steps=2, save_strategy="steps",
+    logging_steps=1, report_to=[], use_cpu=True,
     disable_tqdm=True, learning_rate=1e-3,
 )
-Traced(AutoModelForCausalLM.from_pretrained(folder + "/model"), arguments, train_dataset=rows, data_collator=collate).train(resume_from_checkpoint=resume)
+model = AutoModelForCausalLM.from_pretrained(folder + "/model")
+trainer = Traced(model, arguments, train_dataset=rows, data_collator=collate)
+trainer.train(resume_from_checkpoint=resume)
 """
 
 

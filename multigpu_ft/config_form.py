@@ -292,9 +292,11 @@ def _launch(cfg: RunConfig, place: CellOutput | None) -> tuple[Run, str]:
 # %% ../nbs/01_config_form.ipynb #910614a7
 _STYLE = """<style>
 .multigpu-form { --multigpu-label: 14.6em; --multigpu-red: var(--jp-error-color1, #d32f2f); max-width: 78em; }
-.multigpu-form { --jp-widgets-dropdown-arrow: url("data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='-4 0 26 18'%3E\
+.multigpu-form { --jp-widgets-dropdown-arrow: url("data:image/svg+xml,\
+%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='-4 0 26 18'%3E\
 %3Cpath d='M5 7l4 4 4-4' fill='none' stroke='%23888' stroke-width='2'/%3E%3C/svg%3E"); }
-.multigpu-fields { display: grid; grid-template-columns: minmax(20em, 34em) minmax(14em, 1fr); gap: 2px 1.2em; align-items: start; overflow: hidden; }
+.multigpu-fields { display: grid; grid-template-columns: minmax(20em, 34em) minmax(14em, 1fr);
+  gap: 2px 1.2em; align-items: start; overflow: hidden; }
 .multigpu-form > .multigpu-fields { padding: 0 17px; }
 @media (max-width: 50em) {
   .multigpu-fields { grid-template-columns: 1fr; }
@@ -302,7 +304,8 @@ _STYLE = """<style>
   .multigpu-form .lm-TabBar-tab { min-width: max-content !important; }
 }
 .multigpu-form .widget-label, .multigpu-form .widget-label-basic span { text-align: left; color: inherit; }
-.multigpu-form .widget-label-basic { display: flex; flex-direction: row-reverse; justify-content: flex-end; align-items: center; }
+.multigpu-form .widget-label-basic { display: flex; flex-direction: row-reverse;
+  justify-content: flex-end; align-items: center; }
 .multigpu-form .widget-label-basic span { width: var(--multigpu-label); flex: none; margin-right: 8px; }
 .multigpu-form .multigpu-slid > .widget-text { flex: 0 0 auto; width: calc(var(--multigpu-label) + 7em) !important; }
 .multigpu-form .widget-html-content { line-height: 1.35; padding-top: 5px; color: inherit; }

@@ -147,6 +147,9 @@ def test_parameters_are_fields_of_the_config():
     assert len(tagged) == 1
     names = {line.split("=")[0].strip() for line in "".join(tagged[0]["source"]).splitlines()}
     assert names - {"preset"} <= set(RunConfig.model_fields)
-    asked = "num_epochs start_idx end_idx batch_size accum_steps initial_epoch hf_repo resume_file strategy model dataset"
+    asked = (
+        "num_epochs start_idx end_idx batch_size accum_steps initial_epoch hf_repo resume_file "
+        "strategy model dataset"
+    )
     assert set(asked.split()) <= names
     assert Path(BIN / "papermill").exists()

@@ -117,7 +117,8 @@ class Storage:
             try:
                 self._copy(path, here)
             except OSError as error:
-                mine = f"node {self._world.node_rank} could not take a copy of checkpoint {path.name} from node 0: {error}"
+                node = f"node {self._world.node_rank}"
+                mine = f"{node} could not copy checkpoint {path.name} from node 0: {error}"
         dist.all_gather_object(trouble, mine, group=self._everybody)
         if told := next((t for t in trouble if t), None):
             raise CheckpointError(f"{told}. Make room there.")

@@ -157,16 +157,19 @@ class Step:
 
 
 def collate(rows: list[list[Text]], pad_id: int, packing: str) -> dict[str, np.ndarray]:
-    """One micro-batch of `rows`, each a list of texts, right-padded to the longest row:
+    """Return one micro-batch of `rows`, each a list of texts, right-padded to the longest row.
 
-    - `input_ids` `int64[rows, length]`;
-    - `predictors` `int64[targets]`: places in the flattened `[rows × length]` whose hidden state predicts; `targets` `int64[targets]`: the tokens to predict;
-    - for `packed`: `position_ids` `int64[rows, length]`, from 0 in each text, and `documents` `int64[rows, length]`, the text's number in its row, -1 for
-      padding;
-    - for `padded`: `attention_mask` `int64[rows, length]`. `bucketed` needs none: padding is on the right, and a causal model does not look there.
+    `input_ids` is `int64[rows, length]`. `predictors`, `int64[targets]`, are positions in the
+    flattened `[rows × length]` whose hidden state predicts, and `targets`, `int64[targets]`, the
+    tokens to predict.
 
-    Of labelled texts, one a row: `input_ids`, `attention_mask`, `labels` `int64[rows]`, and `token_type_ids` `int64[rows, length]` if they have segments.
-    """
+    `packed` adds `position_ids`, `int64[rows, length]`, which restart in each text, and
+    `documents`, `int64[rows, length]`, the text's number in its row, -1 for padding. `padded`
+    adds `attention_mask`, `int64[rows, length]`. `bucketed` needs no mask: padding is on the
+    right, where a causal model doesn't look.
+
+    A micro-batch of labelled texts, one per row, has `input_ids`, `attention_mask`, `labels`,
+    `int64[rows]`, and, for pairs, `token_type_ids`, `int64[rows, length]`."""
     shape = (len(rows), max(sum(map(len, row)) for row in rows))
     ids, positions, documents = (
         np.full(shape, pad_id),

@@ -63,7 +63,8 @@ def load_texts(cfg: RunConfig, label_names: list[str] | None = None) -> Texts:
     kept = [i for i, text in enumerate(texts) if not isinstance(text, str) or text.strip()]
     if not kept:
         raise DataError(
-            f"slice {cfg.start_idx}-{end} of {cfg.dataset}, which has {source.num_rows:,} rows, holds only empty texts in {cfg.text_field!r}."
+            f"slice {cfg.start_idx}-{end} of {cfg.dataset}, which has {source.num_rows:,} rows, "
+            f"has only empty texts in {cfg.text_field!r}."
         )
     kept_labels = [labels[i] for i in kept] if labels else None
     return Texts(
@@ -100,7 +101,8 @@ def evaluation_config(cfg: RunConfig) -> RunConfig | None:
         and (cfg.dataset == BUILTIN_DATASET or local_file(cfg.dataset))
     ):
         raise DataError(
-            f"eval_split={cfg.eval_split!r}, but {cfg.dataset} has no splits; name a file with eval_dataset, or set eval_split to none."
+            f"eval_split={cfg.eval_split!r}, but {cfg.dataset} has no splits; "
+            "name a file with eval_dataset, or set eval_split to none."
         )
     rows = {
         "start_idx": cfg.eval_start_idx or 0,

@@ -257,7 +257,9 @@ class SageMakerJob:
         resources = self.request["ResourceConfig"]
         spot = "spot" if self.request["EnableManagedSpotTraining"] else "on demand"
         sent = f"sent as {self.name}" if self.name else "not sent"
-        return f"SageMaker job {self.config.run_name}: {resources['InstanceCount']} x {resources['InstanceType']}, {spot}, in {self.region}; {sent}."
+        machines = f"{resources['InstanceCount']} x {resources['InstanceType']}"
+        name = self.config.run_name
+        return f"SageMaker job {name}: {machines}, {spot}, in {self.region}; {sent}."
 
     def __repr__(self) -> str:
         return f"SageMakerJob({self.line})"
@@ -440,7 +442,7 @@ def deploy_sagemaker(
         max_wait_hours: longest time including waits for spot machines (hours); empty: twice max_run_hours
         volume_gb: disk of a machine (GB)
         region: AWS region; empty: your default region
-        file_system: fs-01234567/mount/folder of FSx for Lustre, or efs:fs-01234567/folder, for runs on several machines; empty: the first machine's disk
+        file_system: fs-01234567/mount/folder (FSx) or efs:fs-01234567/folder; empty: the first machine's disk
         subnets: subnets of file_system
         security_groups: security groups of file_system
         secret_arn: ARN of a secret in Secrets Manager, a JSON object with HF_TOKEN or WANDB_API_KEY

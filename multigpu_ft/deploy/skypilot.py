@@ -44,10 +44,11 @@ python3 -m pip install --quiet uv
 python3 -m uv venv --quiet --allow-existing --python 3.11 ~/multigpu_ft_env
 python3 -m uv pip install --quiet --python ~/multigpu_ft_env/bin/python ./code
 """
+_NODE = '--nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK"'
 _RUN = f"""\
 export PATH="$HOME/multigpu_ft_env/bin:$PATH"
 HEAD="$(echo "$SKYPILOT_NODE_IPS" | head -n1)"
-exec multigpu-ft train --config config.json --nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" --rdzv "$HEAD:{_PORT}" --as-job
+exec multigpu-ft train --config config.json {_NODE} --rdzv "$HEAD:{_PORT}" --as-job
 """
 # each node has its own cache of a bucket, so only node 0 shall write to it; the others bring it
 # what is theirs of a checkpoint
@@ -195,7 +196,9 @@ class SkyPilotTask:
         "The task in a sentence."
         resources = self.task["resources"]
         spot = "spot" if resources["use_spot"] else "on demand"
-        return f"SkyPilot job {self.task['name']}: {self.task['num_nodes']} x {resources['accelerators']}, {spot}; {'' if self.submitted else 'not '}submitted."
+        nodes = f"{self.task['num_nodes']} x {resources['accelerators']}"
+        sent = "submitted" if self.submitted else "not submitted"
+        return f"SkyPilot job {self.task['name']}: {nodes}, {spot}; {sent}."
 
     def __repr__(self) -> str:
         return f"SkyPilotTask({self.line})"
@@ -228,7 +231,7 @@ def deploy_skypilot(
     """Make a managed job of SkyPilot of `cfg`; nothing is launched without `submit`.
 
     Args:
-        storage: for runs and checkpoints: s3://bucket/prefix (or gs://, ...), volume:NAME, or a folder that all nodes share
+        storage: for the runs: s3://bucket/prefix (or gs://, ...), volume:NAME, or a folder that all nodes share
         accelerators: GPUs of a node, such as H100:8
         num_nodes: nodes that train together
         infra: cloud, cloud/region or k8s/context; empty: the cheapest with these GPUs

@@ -212,7 +212,8 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 
 def _headline(name: str, state: str, note: str) -> str:
-    badge = f'<span style="background:{_STATE_COLORS[state]};color:#fff;border-radius:4px;padding:1px 8px;font-weight:bold">{state}</span>'
+    style = "color:#fff;border-radius:4px;padding:1px 8px;font-weight:bold"
+    badge = f'<span style="background:{_STATE_COLORS[state]};{style}">{state}</span>'
     return f'<div style="font-size:14px;margin:2px 0 6px"><b>{escape(name)}</b>&ensp;{badge}&ensp;{escape(note)}</div>'
 
 
@@ -255,7 +256,8 @@ def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> 
         f'aria-valuemax="{total}" aria-valuenow="{done}" '
         f'style="height:10px;border-radius:5px;background:rgba(128,128,128,0.3);max-width:760px">'
         "<div "
-        f'style="height:10px;border-radius:5px;width:{share:.1f}%;background:{_STATE_COLORS[status["state"]]}"></div></div><div>{" · ".join(words)}</div>'
+        f'style="height:10px;border-radius:5px;width:{share:.1f}%;'
+        f'background:{_STATE_COLORS[status["state"]]}"></div></div><div>{" · ".join(words)}</div>'
     )
 
 
@@ -318,7 +320,8 @@ def _failure_html(error: Exception) -> str:
         if rest.strip()
         else ""
     )
-    return f'<div style="border-left:4px solid #c62828;padding:2px 10px;margin:6px 0"><b>{escape(name + first)}</b>{folded}</div>'
+    style = "border-left:4px solid #c62828;padding:2px 10px;margin:6px 0"
+    return f'<div style="{style}"><b>{escape(name + first)}</b>{folded}</div>'
 
 
 def _end_of_loss(after: float | None, curve: Curve) -> str:

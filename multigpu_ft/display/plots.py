@@ -102,8 +102,10 @@ def save_png(figure: Any, path: Path) -> None:
 
 # %% ../../nbs/display/02_plots.ipynb #2ee75844
 class Curve:
-    """Loss (nats) and learning rate over steps of a metrics.jsonl that grows. `points` holds at most `2 * limit` of `(step, loss, learning_rate)`,
-    `evaluated` as many of `(step, loss)`, `last` the newest line, `recent` `(step, time)` of the newest twenty."""
+    """Loss (nats) and learning rate over the steps of a growing metrics.jsonl.
+
+    `points` holds at most `2 * limit` of `(step, loss, learning_rate)`, `evaluated` as many of
+    `(step, loss)`, `last` the newest line, `recent` `(step, time)` of the newest twenty."""
 
     def __init__(self, path: Path, limit: int = 500) -> None:
         self._path, self._limit = path, limit

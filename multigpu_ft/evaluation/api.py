@@ -200,7 +200,7 @@ def evaluate(
     Args:
         run: run directory, a folder of runs as run_slices makes it, or several separated by commas
         base: Hub id or folder of the base model; empty: the one the fine-tuned model was made from
-        checkpoint: name or path of a checkpoint or an export, several separated by commas, or all; empty: the export, or else the newest checkpoint
+        checkpoint: name or path of a checkpoint or export, several separated by commas, or all; empty: the newest
         hf_repo: Hub repository user/name or user/name@revision, or a folder, with a model or an adapter
         dataset: Hub id or file to compare on; empty: the run's own data
         dataset_split: split of a Hub dataset

@@ -233,7 +233,12 @@ def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str], str | 
     if not candidates:
         return (
             "starts from the base "
-            f"model{'' if cfg.resume_file == 'none' else f'; there is no checkpoint of it and its data under {cfg.run_root}'}",
+            "model"
+            + (
+                ""
+                if cfg.resume_file == "none"
+                else f"; {cfg.run_root} has no checkpoint of it and its data"
+            ),
             [],
             None,
         )

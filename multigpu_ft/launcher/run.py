@@ -37,7 +37,8 @@ from ..run.run_dir import BY_SIGNAL, FINAL_STATES, LIVE_STATES, RunDir
 
 # %% ../../nbs/launcher/09_run.ipynb #8341b940
 _SILENT_S = 300.0  # after which a run on another machine, whose processes cannot be looked at, counts as gone
-_STOP_GRACE_S = 7.0  # ranks have to be gone 10 s after an interrupt, unless a step is longer or a checkpoint is being written
+# Ranks end within 10 s of an interrupt, unless a step is longer or a checkpoint is being written.
+_STOP_GRACE_S = 7.0
 _SAVE_GRACE_S = 300.0
 
 
@@ -333,7 +334,8 @@ class Run:
             if self._ended:
                 return self.failure
             if self._agent and self._agent.returncode and self.status["state"] in LIVE_STATES:
-                text = f"the torchrun agent (pid {self._agent.pid}) {ending(self._agent.returncode)}, and its ranks with it. The end of its log:\n"
+                how = f"(pid {self._agent.pid}) {ending(self._agent.returncode)}"
+                text = f"the torchrun agent {how}, and its ranks with it. The end of its log:\n"
                 self.dir.update_status(
                     state="failed",
                     activity=None,

@@ -238,7 +238,11 @@ class Slices:
         return figure
 
 # %% ../../nbs/launcher/12_slices.ipynb #3061873e
-_PAPERMILL = "import sys; from multigpu_ft.run.processes import end_with; end_with(int(sys.argv.pop(1))); from papermill.cli import papermill; papermill()"
+_PAPERMILL = """import sys
+from multigpu_ft.run.processes import end_with
+end_with(int(sys.argv.pop(1)))
+from papermill.cli import papermill
+papermill()"""
 _SETTLE_S = 30.0
 
 

@@ -82,7 +82,8 @@ class _Agent:
         try:
             return {"failure": json.loads((self._node_dir.path / FAILURE_FILE).read_text())}
         except FileNotFoundError:
-            text = f"the agent of node {self._node_rank} ({socket.gethostname()}) ended with exit code {code}; its log, logs/agent.log, tells why"
+            node = f"node {self._node_rank} ({socket.gethostname()})"
+            text = f"the agent of {node} ended with exit code {code}; see logs/agent.log there"
             return {
                 "failure": {
                     "rank": None,
@@ -302,7 +303,8 @@ class Leader:
                 if node is not None and "ended" in message:
                     ends[node] = message["ended"]
                 elif node is not None and "lost" in message and node not in ends:
-                    text = f"node {node} ({self._who[node]}) was lost: {message['lost']}. Its machine, or the way to it, is gone"
+                    lost = f"node {node} ({self._who[node]}) was lost: {message['lost']}"
+                    text = f"{lost}. Its machine or the network failed"
                     ends[node] = {
                         "failure": {
                             "rank": None,
@@ -385,7 +387,7 @@ class Follower:
                 continue
             if "lost" not in over:
                 break
-            text = f"node 0 at {self._rdzv} was lost: {over['lost']}. Its machine, or the way to it, is gone"
+            text = f"node 0 at {self._rdzv} was lost: {over['lost']}. Its machine or the network failed"
             if not self._cfg.max_restarts:
                 over = {
                     "state": "failed",
@@ -509,7 +511,8 @@ def main() -> None:
             isinstance(error, ConfigError | NodesError),
             f"{type(error).__name__}: {error}",
         )
-        text = f"the supervisor of node {asked.node_rank} ({socket.gethostname()}) ended with {what}; its log, logs/agent.log, tells where"
+        node = f"node {asked.node_rank} ({socket.gethostname()})"
+        text = f"the supervisor of {node} ended with {what}; see logs/agent.log there"
         failure = (
             {"type": type(error).__name__, "text": str(error), "clear": True}
             if clear

@@ -161,7 +161,9 @@ class Estimate:
     def line(self) -> str:
         "The estimate in a sentence."
         time = f"; at most {_hours(self.hours)}" if self.hours else ""
-        return f"{self.verdict}: {self.peak_gib:.1f} of {self.limit_gib:.1f} GiB on each of {self.gpus} x {self.gpu.name}, at the {self.moment}{time}."
+        size = f"{self.peak_gib:.1f} of {self.limit_gib:.1f} GiB"
+        gpus = f"{self.gpus} x {self.gpu.name}"
+        return f"{self.verdict}: {size} on each of {gpus}, at the {self.moment}{time}."
 
     @property
     def remarks(self) -> list[str]:
@@ -277,7 +279,11 @@ class Estimate:
             (f"host memory at the {moment}", f"{size:6.1f} GiB")
             for moment, size in self.host_gib.items()
         ]
-        disk = f"{self.disk_gib['checkpoint']:6.2f} GiB; export {self.disk_gib['export']:.2f}; with keep={self.config.keep} up to {self.disk_gib['kept']:.2f}"
+        checkpoint, export, kept = (
+            self.disk_gib[name] for name in ("checkpoint", "export", "kept")
+        )
+        up_to = f"with keep={self.config.keep} up to {kept:.2f}"
+        disk = f"{checkpoint:6.2f} GiB; export {export:.2f}; {up_to}"
         rows.append(("disk for a checkpoint", disk))
         if self.tokens_per_second:
             rows.append(

@@ -35,7 +35,10 @@ from ..run.errors import ModelError
 
 # %% ../../nbs/models/02_loading.ipynb #43cfa8a0
 _BUILTIN_VOCABULARY = 4096
-_BUILTIN_CHAT = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+_BUILTIN_CHAT = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
 
 
 def _train_tokenizer(folder: Path) -> None:

@@ -43,11 +43,11 @@ _MAY_BE_NONE = ("max_grad_norm", "save_minutes", "eval_split")
 
 
 class RunConfig(BaseModel):
-    """Everything a run needs to know, in one flat model. The defaults train a tiny OPT on Python's own documentation, without
-    network or GPU, in about a minute.
+    """All settings of a run, in one flat model.
 
-    Raises `ConfigError` for an unknown name, a value out of its bounds, settings that contradict each other, or a secret.
-    """
+    The defaults train a tiny OPT on Python's own documentation, without network or GPU, in about
+    a minute. Raises `ConfigError` for an unknown name, a value out of bounds, settings that
+    contradict each other, or a secret."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -441,7 +441,9 @@ class RunConfig(BaseModel):
 
     @property
     def held_out(self) -> tuple[int, int] | None:
-        "First row, and row after the last, of the slice of `dataset` itself that is evaluated on; `None` if other data is."
+        """The rows of `dataset` itself that are evaluated on; None if other data is.
+
+        They are the first row and the row after the last."""
         here = (
             self.eval_start_idx is not None
             and not self.eval_dataset
@@ -458,7 +460,7 @@ class RunConfig(BaseModel):
 
     @property
     def quantized(self) -> str | None:
-        "`4bit` or `8bit` if frozen weights shall be kept so; `None` if not, or if `auto` is yet to choose."
+        "`4bit` or `8bit` if frozen weights are quantized; None if not, or if `auto` will decide."
         stored = {"qlora": "4bit", "lora8bit": "8bit"}.get(self.tuning, self.quantization)
         return stored if stored in ("4bit", "8bit") else None
 
@@ -486,21 +488,21 @@ class RunConfig(BaseModel):
     def from_namespace(
         cls, namespace: dict[str, Any], ignore: tuple[str, ...] = ("preset",)
     ) -> RunConfig:
-        """The configuration that a notebook's parameters cell spells out: pass `globals()`.
+        """Return the configuration in a notebook's parameters cell: pass `globals()`.
 
-        Every plain value (text, number, truth value, `None`) in `namespace` whose name has no leading underscore counts as a
-        parameter, so that a misspelt `-p strat_idx 5000` or `-p START_IDX 5000` is refused instead of ignored. A `preset` in
-        `namespace` is the starting point, and parameters that are `None` leave its value alone.
-        """
+        Every plain value (text, number, boolean, None) in `namespace` whose name has no leading
+        underscore counts as a parameter, so a misspelt `-p strat_idx 5000` or `-p START_IDX 5000`
+        is rejected instead of ignored. A `preset` in `namespace` sets the defaults; parameters
+        that are None keep them."""
         named = plain_values(namespace)
         values = {k: v for k, v in named.items() if k not in ignore}
         values = {k: v for k, v in values.items() if v is not None or k not in cls.model_fields}
         return cls.preset(named["preset"], **values) if named.get("preset") else cls(**values)
 
     def replace(self, /, **changes: Any) -> RunConfig:
-        """A copy with `changes`, validated anew.
+        """Return a validated copy with `changes`.
 
-        With another `model` or `tuning`, a learning rate that was the default becomes theirs."""
+        With another `model` or `tuning`, a default learning rate changes to the new default."""
         values = self.model_dump()
         if changes.keys() & {"model", "tuning"}:
             default = RunConfig(model=self.model, tuning=self.tuning).learning_rate
@@ -509,17 +511,17 @@ class RunConfig(BaseModel):
         return type(self)(**{**values, **changes})
 
     def slice_end(self, num_rows: int) -> int:
-        """The row after the slice's last one, for a dataset of `num_rows` rows.
+        """Return the row after the slice's last, for a dataset of `num_rows` rows.
 
-        Raises `DataError` for a slice that is empty, negative or beyond the data.
-
-        The check waits until the length is known, so that one message can name both."""
+        Raises `DataError` for a slice that is empty, negative or beyond the data. This is checked
+        when the number of rows is known, so that one message can name both."""
         end = self.end_idx
         if end is None:
             end = min(self.start_idx + self.slice_size, num_rows)
             if self.held_out and self.start_idx < self.held_out[0]:
                 end = min(end, self.held_out[0])
-        where = f"slice {self.start_idx}-{self.end_idx if self.end_idx is not None else '(end)'} of {self.dataset}, which has {num_rows:,} rows"
+        span = f"{self.start_idx}-{self.end_idx if self.end_idx is not None else '(end)'}"
+        where = f"slice {span} of {self.dataset}, which has {num_rows:,} rows"
         if not num_rows:
             raise DataError(f"{self.dataset} has no rows.")
         if self.start_idx < 0 or end < 0:

@@ -629,12 +629,22 @@ class Training:
                 self.tracker.remark(trouble)
 
 # %% ../../nbs/training/05_trainer.ipynb #bc29fd1c
+def _who() -> str:
+    "Return the numbers that torchrun gave this rank."
+    numbers = {
+        "RANK": torchrun_number("RANK"),
+        "LOCAL_RANK": torchrun_number("LOCAL_RANK"),
+        "WORLD_SIZE": os.environ.get("WORLD_SIZE", 1),
+        "NODE_RANK": torchrun_number("GROUP_RANK"),
+    }
+    return " ".join(f"{name}={number}" for name, number in numbers.items())
+
+
 def main(run_dir: RunDir, stop: StopSignal) -> None:
     "Run `python -m multigpu_ft.training RUN_DIR`, which torchrun starts."
     training = None
     try:
-        who = f"RANK={torchrun_number('RANK')} LOCAL_RANK={torchrun_number('LOCAL_RANK')} WORLD_SIZE={os.environ.get('WORLD_SIZE', 1)} NODE_RANK={torchrun_number('GROUP_RANK')}"
-        print(f"{who} on {socket.gethostname()}, pid {os.getpid()}", flush=True)
+        print(f"{_who()} on {socket.gethostname()}, pid {os.getpid()}", flush=True)
         training = Training(run_dir, stop)
         outcome = training.run()
         dist.barrier()

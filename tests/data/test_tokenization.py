@@ -18,7 +18,8 @@ CHATML_MARKED = """{% for m in messages %}{% if m.role == 'assistant' %}<|im_sta
 {% else %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endif %}{% endfor %}"""
-LLAMA3 = """{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}\
+LLAMA3 = """{{ '<|begin_of_text|>' }}{% for m in messages %}\
+{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}\
 {{ m.content | trim + '<|eot_id|>' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 # as Qwen3's: thoughts of earlier turns are dropped, and an empty thought is put before the last answer
@@ -30,7 +31,10 @@ THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-PLAIN = "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+PLAIN = (
+    "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+)
 TEMPLATES = {  # what opens and closes an assistant's turn
     "ChatML": (CHATML, "<|im_start|>assistant\n", "<|im_end|>"),
     "ChatML with generation tags": (CHATML_MARKED, "<|im_start|>assistant\n", "<|im_end|>"),

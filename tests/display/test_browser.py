@@ -11,7 +11,10 @@ from harness.runs import processes, ranks, running, until
 
 IMPORTS = "from multigpu_ft import Run, RunConfig, form, launch, runs\n"
 # as long as somebody looks at it, each rank takes a processor for itself
-LONG = "RunConfig(run_root='runs', packing='padded', batch_size=2, end_idx=4000, save_every=50, keep=2, lr_scheduler='cosine', nproc={})"
+LONG = (
+    "RunConfig(run_root='runs', packing='padded', batch_size=2, end_idx=4000, "
+    "save_every=50, keep=2, lr_scheduler='cosine', nproc={})"
+)
 
 
 @pytest.fixture

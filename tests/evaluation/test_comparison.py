@@ -237,7 +237,11 @@ def test_rounding_is_no_difference():
 def test_the_words_have_the_numbers():
     found = verdict(made_up(falls=(0.2,)))
     number = r"\d\.\d{3,4}"
-    pattern = rf"the loss falls by ({number}) nats per token \(95% interval ({number}) to ({number})\), perplexity ([\d.]+) -> ([\d.]+), on 400 examples"
+    pattern = (
+        rf"the loss falls by ({number}) nats per token "
+        rf"\(95% interval ({number}) to ({number})\), "
+        r"perplexity ([\d.]+) -> ([\d.]+), on 400 examples"
+    )
     value, low, high, before, after = map(float, re.fullmatch(pattern, found.text).groups())
     assert (
         value == pytest.approx(-found.loss.value, abs=6e-4)
@@ -392,7 +396,7 @@ def test_accuracy_and_loss_that_disagree_are_remarked():
 
 def test_arrays_that_do_not_fit_are_refused():
     scored = made_up(50)
-    with pytest.raises(ValueError, match="50 examples, but arrays of other shapes: {'targets'"):
+    with pytest.raises(ValueError, match="50 examples, got shapes {'targets'"):
         Scores(**{**vars(scored), "targets": scored.targets[:-1]})
 
 
@@ -558,7 +562,10 @@ def test_many_models_and_odd_names(tmp_path):
 
 
 def test_nothing_of_it_needs_torch():
-    code = "import sys; import multigpu_ft.evaluation.report; loaded = set(sys.modules) & {'torch', 'matplotlib', 'scipy'}; assert not loaded, loaded"
+    code = (
+        "import sys; import multigpu_ft.evaluation.report; "
+        "loaded = set(sys.modules) & {'torch', 'matplotlib', 'scipy'}; assert not loaded, loaded"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

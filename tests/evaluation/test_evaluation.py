@@ -36,7 +36,10 @@ def trained(material, tmp_path_factory):
     "Directories of runs that each learnt from the first texts, by what they learnt."
     root = tmp_path_factory.mktemp("evaluated")
     tokenizer = AutoTokenizer.from_pretrained(material / "model")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} </s> {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }} </s> {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
     shutil.copytree(material / "model", root / "talker")
     tokenizer.save_pretrained(root / "talker")
     lines = [

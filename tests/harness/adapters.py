@@ -177,8 +177,10 @@ for folder in json.load(sys.stdin):
     check, adapter = json.loads((Path(folder) / "check.json").read_text()), Path(folder) / "adapter_config.json"
     cls = AutoModelForSequenceClassification if check["task"] == "classification" else AutoModelForCausalLM
     if adapter.exists():
-        in_4_bit = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
-        packed = {"4bit": BitsAndBytesConfig(**in_4_bit), "8bit": BitsAndBytesConfig(load_in_8bit=True)}.get(check["quantization"])
+        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        in_4_bit = {"load_in_4bit": True, **nf4, "bnb_4bit_compute_dtype": torch.float32}
+        in_8_bit = BitsAndBytesConfig(load_in_8bit=True)
+        packed = {"4bit": BitsAndBytesConfig(**in_4_bit), "8bit": in_8_bit}.get(check["quantization"])
         if packed and check["task"] == "classification":
             packed.llm_int8_skip_modules = ["classifier", "pre_classifier"]
         settings = {"quantization_config": packed, "device_map": {"": "cpu"}} if packed else {}
@@ -192,7 +194,9 @@ for folder in json.load(sys.stdin):
     ids = torch.tensor(np.random.default_rng(0).integers(0, model.get_input_embeddings().num_embeddings, 24))[None]
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-    loss = F.cross_entropy(logits, torch.tensor([0])) if check["task"] == "classification" else F.cross_entropy(logits[0, :-1], ids[0, 1:])
+    is_classifier = check["task"] == "classification"
+    targets = (logits, torch.tensor([0])) if is_classifier else (logits[0, :-1], ids[0, 1:])
+    loss = F.cross_entropy(*targets)
     print(json.dumps([folder, loss.item(), check["loss"]]))
 """
 

@@ -360,7 +360,8 @@ class Classic(Page):
         const notebook = window.Jupyter && Jupyter.notebook
         window.running = 0
         const kernel = notebook && notebook._fully_loaded && notebook.kernel
-        return kernel && kernel.is_connected() && kernel.info_reply.language_info && kernel.widget_manager && !notebook.kernel_busy
+        return kernel && kernel.is_connected() && kernel.info_reply.language_info
+            && kernel.widget_manager && !notebook.kernel_busy
     }"""
     start = "([command, i]) => { Function('notebook', 'i', command)(Jupyter.notebook, i) }"
     done = "() => window.running == 0 && Jupyter.notebook.get_cells().every(cell => cell.input_prompt_number != '*')"

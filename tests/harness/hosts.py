@@ -1,4 +1,6 @@
-"""Two machines on this one: network namespaces with an address each, a cable between them that can be pulled, and names of their own.
+"""Two machines on this one, as network namespaces.
+
+Each has an address and a name, and the cable between them can be pulled.
 
 python tests/harness/hosts.py --cuts 100          # the link is cut at random points of a run: part of `make faults`
 """
@@ -49,7 +51,7 @@ def ip(*words):
 
 
 class Hosts:
-    "`count` machines at a switch. Files are what they are on this one; who is to have a disk of his own gets a folder of his own."
+    "`count` machines at a switch. They see this machine's files; a folder stands for a disk of their own."
 
     def __init__(self, count=2):
         self.tag = f"{os.getpid():x}{next(_NUMBERS)}"
@@ -130,9 +132,12 @@ class Hosts:
         return process
 
     def pod(self, host, name, template, environment, config, shared):
-        """What Kubernetes makes of `template` as pod number `host` of job `name`: its command is process 1, its root may only be read, its hosts have names.
+        """Run `template` as pod number `host` of job `name`, like Kubernetes.
 
-        `config` and `shared` are folders of this machine. Users are not changed: the interpreter of a developer may be readable by root only."""
+        Its command is process 1, its root is read-only, and its hosts have names.
+
+            `config` and `shared` are folders of this machine. The user stays the same, because a
+        developer's interpreter may be readable by root only."""
         hosts = Path("/etc/netns", self.names[host], "hosts")
         hosts.parent.mkdir(parents=True, exist_ok=True)
         hosts.write_text(

@@ -345,7 +345,8 @@ def test_texts_that_differ_between_machines(net, material, tmp_path):
     theirs = tmp_path / "theirs.jsonl"
     theirs.write_text(mine.read_text().replace("w1", "w2"))
     host = net.train(0, cfgs[0])
-    command = f"mount --bind {theirs} {mine} && exec {BIN / 'multigpu-ft'} train {flags(cfgs[1], leave=())} --node-rank 1 --rdzv {net.rdzv()}"
+    train = f"{BIN / 'multigpu-ft'} train {flags(cfgs[1], leave=())}"
+    command = f"mount --bind {theirs} {mine} && exec {train} --node-rank 1 --rdzv {net.rdzv()}"
     codes, texts = hosts.wait([host, net.start(1, "unshare", "--mount", "sh", "-c", command)], 90)
     assert codes == [1, 1]
     assert all(

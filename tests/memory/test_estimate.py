@@ -1,4 +1,6 @@
-"""`estimate`: what it says, what it refuses, who asks it. How near it comes to real runs is `bench/memory.py`'s to say; a few of those are here, too."""
+"""`estimate`: its results, its errors, and its callers.
+
+`bench/memory.py` compares it with real runs; a few of those are here, too."""
 
 import json
 import os
@@ -313,7 +315,11 @@ def test_an_answer_is_kept_and_a_process_is_not(monkeypatch):
 
 
 def test_the_kernel_side_imports_no_torch():
-    code = "import sys; from multigpu_ft import estimate, RunConfig; print(estimate(RunConfig(max_length=64), 2, 'T4').line); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from multigpu_ft import estimate, RunConfig; "
+        "print(estimate(RunConfig(max_length=64), 2, 'T4').line); "
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

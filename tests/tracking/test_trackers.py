@@ -376,8 +376,14 @@ def test_a_run_without_a_network_is_logged_offline(tmp_path):
             json.dumps({"text": f"number {i} is followed by {i + 1}"}) + "\n" for i in range(100)
         )
     )
-    up = "import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sH14x', b'lo', 0x41))"
-    train = f"{BIN}/multigpu-ft train --dataset x.jsonl --tracker wandb,tensorboard --batch-size 8 --run-root runs --json"
+    up = (
+        "import fcntl, socket, struct; s = socket.socket(); "
+        "fcntl.ioctl(s, 0x8914, struct.pack('16sH14x', b'lo', 0x41))"
+    )
+    train = (
+        f"{BIN}/multigpu-ft train --dataset x.jsonl --tracker wandb,tensorboard "
+        "--batch-size 8 --run-root runs --json"
+    )
     environment = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_BASE_URL": "https://api.wandb.ai"}
     command = ["unshare", "-rn", "sh", "-c", f'{sys.executable} -c "{up}" && {train}']
     done = subprocess.run(
