@@ -283,10 +283,10 @@ class _Heard(io.StringIO):
         return self._passed.write(text)
 
 
-def _launch(cfg: RunConfig, place: CellOutput | None) -> tuple[Run, str]:
+def _launch(cfg: RunConfig, output: CellOutput | None) -> tuple[Run, str]:
     "Start a run. Returns it with what `launch` printed."
     with redirect_stdout(_Heard(sys.stdout)) as heard, redirect_stderr(heard):
-        run = launch(cfg, wait=False, panel=place)
+        run = launch(cfg, wait=False, panel=output)
     return run, heard.getvalue().strip()
 
 # %% ../nbs/01_config_form.ipynb #910614a7

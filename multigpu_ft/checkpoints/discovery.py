@@ -67,8 +67,8 @@ def _saved_under(root: Path) -> list[Path]:
     ]
     found = [
         c
-        for place in roots
-        for run in place.glob("*/config.json")
+        for root in roots
+        for run in root.glob("*/config.json")
         for c in RunDir(run.parent).checkpoints()
     ]
     return sorted(found, key=saved_at, reverse=True)

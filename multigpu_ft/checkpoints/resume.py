@@ -155,16 +155,16 @@ def choose_checkpoint(
     run_dir: RunDir,
     world: World,
     stored: dict[str, Any],
-    disks: Storage | None = None,
+    storage: Storage | None = None,
 ) -> tuple[Path | None, bool, list[str]]:
     """Return the checkpoint that `run_dir` resumes from, whether it is the run's own, and remarks for the user.
 
-    The checkpoint is the path that `disks.fetch` returns, `None` for the base model. If it is the run's own, this is
+    The checkpoint is the path that `storage.fetch` returns, `None` for the base model. If it is the run's own, this is
     the same run, restarted. `stored` is this run's fingerprint. A collective.
 
     Raises `CheckpointError` if all checkpoints are damaged, or if the one to use belongs to another tokenizer.
     """
-    disks = disks or Storage(run_dir, world)
+    storage = storage or Storage(run_dir, world)
     broken = []
     candidates = None
     if world.is_main:
@@ -172,10 +172,10 @@ def choose_checkpoint(
     for path, own in world.from_main(candidates):
         if is_foreign(path):
             return path, own, []
-        here = disks.fetch(path)
-        if problem := find_damage(here, world, disks.shared):
+        here = storage.fetch(path)
+        if problem := find_damage(here, world, storage.shared):
             broken.append(f"checkpoint {path.name} of {path.parents[1].name} is damaged: {problem}")
-            disks.let_go(here)
+            storage.let_go(here)
             continue
         theirs = {"tokenizer": None, **at_home(read_commit(here)["fingerprint"], cfg)}
         if differ := difference(theirs, stored, cfg.resume_scope):

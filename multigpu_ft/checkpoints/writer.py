@@ -207,14 +207,14 @@ class CheckpointWriter:
         cfg: RunConfig,
         strategy: Single,
         stored: dict[str, Any],
-        disks: Storage | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._cfg = cfg
         self._strategy = strategy
         self._world = strategy.world
         self._fingerprint = stored
-        self._disks = disks or Storage(run_dir, strategy.world)
+        self._storage = storage or Storage(run_dir, strategy.world)
         # The threads wait for the slowest disk.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
         self._buffers = _Buffers(strategy.world)
@@ -230,14 +230,14 @@ class CheckpointWriter:
     @property
     def _cleans_up(self) -> bool:
         "Tell whether this rank deletes what is left half-written on its disk."
-        return self._world.is_main if self._disks.shared else self._world.local_rank == 0
+        return self._world.is_main if self._storage.shared else self._world.local_rank == 0
 
     def start(self, progress: Progress, end_of_epoch: bool) -> None:
         "Begin to save the current state. Waits for an earlier save first; `finished` and `wait` return the outcome."
         begun = time.perf_counter()
         if self._thread:
             self._thread.join()
-        pieces, numbers, spoiled = _state_to_save(self._strategy, self._disks.writers())
+        pieces, numbers, spoiled = _state_to_save(self._strategy, self._storage.writers())
         recorded = {
             **asdict(progress),
             "loss_scale": self._strategy.loss_scale.state_dict(),
@@ -299,7 +299,7 @@ class CheckpointWriter:
                 results = self._gather_objects(
                     self._or_error(self._write_share, save, save, partial, pieces, spoiled)
                 )
-            if not self._disks.shared and not failed(results):
+            if not self._storage.shared and not failed(results):
                 results = self._gather_objects(
                     self._or_error(self._collect_files, save, partial, results)
                 )
@@ -362,9 +362,9 @@ class CheckpointWriter:
         Returns this rank's own entry of `written`. Raises `OSError` for a file that differs from what was written.
         """
         sizes = {rank: (name, about["bytes"]) for rank, (name, about) in enumerate(written)}
-        self._disks.gather(partial, sizes, self._group)
+        self._storage.gather(partial, sizes, self._group)
         for name, about in (
-            written[self._world.rank :: self._world.local_size] if self._disks.keeps else []
+            written[self._world.rank :: self._world.local_size] if self._storage.keeps else []
         ):
             flush(partial / name)
             if digest(partial / name) != about:

@@ -26,16 +26,16 @@ def find_label_names(cfg: RunConfig) -> list[str]:
         return list(feature.names)
     seen: dict[str, str] = {}
     kind_before = None
-    for place, row in source.rows(0, source.num_rows):
-        value = field_value(row, cfg.label_field, "label_field", place)
-        kind = _label_kind(value, place)
+    for location, row in source.rows(0, source.num_rows):
+        value = field_value(row, cfg.label_field, "label_field", location)
+        kind = _label_kind(value, location)
         if kind_before and kind != kind_before:
             raise DataError(
-                f"{place}: label {value!r} is a {kind}, but earlier labels are {kind_before}s; "
+                f"{location}: label {value!r} is a {kind}, but earlier labels are {kind_before}s; "
                 "use one kind of label throughout."
             )
         kind_before = kind
-        seen.setdefault(_label_name(value), place)
+        seen.setdefault(_label_name(value), location)
     if len(seen) < 2:
         raise DataError(
             f"{cfg.dataset} has only one label, {', '.join(seen)!r}, in {cfg.label_field!r}; "
@@ -58,10 +58,10 @@ def find_label_names(cfg: RunConfig) -> list[str]:
 _WHOLE = r"-?\d{1,18}"  # numbers with more digits are names
 
 
-def _label_kind(value: Any, place: str) -> str:
+def _label_kind(value: Any, location: str) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
         raise DataError(
-            f"{place}: label {value!r} is a {type(value).__name__}; a label is a whole number or a name."
+            f"{location}: label {value!r} is a {type(value).__name__}; a label is a whole number or a name."
         )
     return "whole number" if isinstance(value, int) or re.fullmatch(_WHOLE, value) else "name"
 
@@ -72,8 +72,8 @@ def _label_name(value: int | str) -> str:
     )
 
 
-def label_number(value: Any, names: list[str], place: str) -> int:
-    kind = _label_kind(value, place)
+def label_number(value: Any, names: list[str], location: str) -> int:
+    kind = _label_kind(value, location)
     if (
         kind == "whole number"
         and 0 <= int(value) < len(names)
@@ -81,7 +81,9 @@ def label_number(value: Any, names: list[str], place: str) -> int:
     ):
         return int(value)  # numbers whose names come from the Hub or the model
     if _label_name(value) not in names:
-        raise DataError(f"{place}: unknown label {value!r}; the {kind}s are: {', '.join(names)}.")
+        raise DataError(
+            f"{location}: unknown label {value!r}; the {kind}s are: {', '.join(names)}."
+        )
     return names.index(_label_name(value))
 
 # %% ../../nbs/data/02_labels.ipynb #fae3887e

@@ -355,24 +355,24 @@ class Source:
             yield f"row {index} of {self.cfg.dataset}" + (f" (line {line})" if line else ""), row
 
 
-def field_value(row: dict, field: str, parameter: str, place: str) -> Any:
+def field_value(row: dict, field: str, parameter: str, location: str) -> Any:
     if field not in row:
         raise DataError(
-            f"{place} has no field {field!r}; its fields are: {', '.join(map(str, row))}. Name one with {parameter}."
+            f"{location} has no field {field!r}; its fields are: {', '.join(map(str, row))}. Name one with {parameter}."
         )
     return row[field]
 
 
-def field_text(row: dict, field: str, parameter: str, place: str) -> str:
-    text = field_value(row, field, parameter, place)
+def field_text(row: dict, field: str, parameter: str, location: str) -> str:
+    text = field_value(row, field, parameter, location)
     if text is not None and not isinstance(text, str):
         raise DataError(
-            f"{place}: {field!r} must be text, got {type(text).__name__} {str(text)[:40]!r}."
+            f"{location}: {field!r} must be text, got {type(text).__name__} {str(text)[:40]!r}."
         )
-    return whole_text(text or "", field, place)
+    return whole_text(text or "", field, location)
 
 
-def whole_text(text: str, field: str, place: str) -> str:
+def whole_text(text: str, field: str, location: str) -> str:
     """Return `text` if it can be encoded.
 
     Raises `DataError` for half of a surrogate pair, which JSON can express but no tokenizer
@@ -381,7 +381,7 @@ def whole_text(text: str, field: str, place: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: {field!r} contains an unpaired surrogate, "
+            f"{location}: {field!r} contains an unpaired surrogate, "
             f"half a character ({error.reason}); was the text cut inside an emoji?"
         ) from None
     return text

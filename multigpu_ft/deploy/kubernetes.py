@@ -66,12 +66,12 @@ def _refuse_files_of_here(cfg: RunConfig) -> None:
 
 def _needs_internet(cfg: RunConfig, resources: Resources) -> bool:
     "Return whether pods use the Hub or W&B."
-    places = [cfg.model, cfg.dataset, cfg.eval_dataset or "builtin:", cfg.resume_file]
+    sources = [cfg.model, cfg.dataset, cfg.eval_dataset or "builtin:", cfg.resume_file]
     remote = [
-        place
-        for place in places
-        if not place.startswith(("builtin:", f"{SHARED}/"))
-        and (place != cfg.resume_file or place.startswith("hub:"))
+        source
+        for source in sources
+        if not source.startswith(("builtin:", f"{SHARED}/"))
+        and (source != cfg.resume_file or source.startswith("hub:"))
     ]
     return bool(
         remote

@@ -263,10 +263,9 @@ class Resources(_Section):
                 "nbs/examples/resources.yaml is one."
             ) from None
         except yaml.YAMLError as error:
-            place = getattr(
-                error, "problem_mark", None
-            )  # the error's own text would show the line, and what is in it
-            where = f", line {place.line + 1}" if place else ""
+            # the error's own text would quote the line
+            mark = getattr(error, "problem_mark", None)
+            where = f", line {mark.line + 1}" if mark else ""
             raise ConfigError(
                 f"resources={str(source)!r} is no YAML{where}: {getattr(error, 'problem', 'see there')}."
             ) from None
@@ -299,18 +298,18 @@ def _explain(error: ValidationError) -> str:
     "Return one line per error of pydantic: where, what, and why, without values from config_map."
     lines = []
     for e in error.errors():
-        place = ".".join(str(part) for part in e["loc"] if part != "[key]")
+        path = ".".join(str(part) for part in e["loc"] if part != "[key]")
         if e["type"] == "extra_forbidden":
             lines.append(
-                f"resources: unknown key {place!r}{did_you_mean(str(e['loc'][-1]), _KEYS)}."
+                f"resources: unknown key {path!r}{did_you_mean(str(e['loc'][-1]), _KEYS)}."
             )
         elif e["type"] == "missing":
-            lines.append(f"resources: {place} is missing.")
+            lines.append(f"resources: {path} is missing.")
         elif e["type"] == "value_error":
-            lines.append(f"resources: {place}: {e['ctx']['error']}.")
+            lines.append(f"resources: {path}: {e['ctx']['error']}.")
         else:
-            value = "" if place.startswith("config_map") else f"={e['input']!r}"
-            lines.append(f"resources: {place}{value}: {e['msg'][0].lower()}{e['msg'][1:]}.")
+            value = "" if path.startswith("config_map") else f"={e['input']!r}"
+            lines.append(f"resources: {path}{value}: {e['msg'][0].lower()}{e['msg'][1:]}.")
     return "\n".join(lines)
 
 # %% ../../nbs/deploy/02_kubernetes_resources.ipynb #5efff15a
@@ -328,16 +327,16 @@ def secret_command(namespace: str, names: tuple[str, ...]) -> str:
     )
 
 
-def _leaves(value: Any, place: str = "") -> list[tuple[str, str]]:
+def _leaves(value: Any, path: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict):
         return [
             leaf
             for key, inner in value.items()
-            for leaf in _leaves(inner, f"{place}.{key}".lstrip("."))
+            for leaf in _leaves(inner, f"{path}.{key}".lstrip("."))
         ]
     if isinstance(value, (list, tuple)):
-        return [leaf for inner in value for leaf in _leaves(inner, place)]
-    return [(place, value)] if isinstance(value, str) else []
+        return [leaf for inner in value for leaf in _leaves(inner, path)]
+    return [(path, value)] if isinstance(value, str) else []
 
 
 def _refuse_tokens(values: dict[str, Any]) -> None:
@@ -347,15 +346,15 @@ def _refuse_tokens(values: dict[str, Any]) -> None:
         if isinstance(variables, dict)
         else set()
     )
-    for place, value in _leaves(values):
+    for path, value in _leaves(values):
         try:
             refuse_secrets({"value": value})
         except ConfigError:
-            named.add(place)
+            named.add(path)
         if (
-            place.startswith("config_map.") and hide_secrets(value) != value
+            path.startswith("config_map.") and hide_secrets(value) != value
         ):  # the value of a secret in this process's environment
-            named.add(place)
+            named.add(path)
     if named:
         known = tuple(name for name in SECRETS if f"config_map.{name}" in named) or SECRETS[:1]
         raise ConfigError(

@@ -394,18 +394,18 @@ _SURE_S = 4.0
 
 
 class Panel:
-    """A `launcher.Run` as widgets in `place`.
+    """A `launcher.Run` as widgets in `output`.
 
     `show` brings it up to date, at most twice a second; `end` leaves table and picture in its
     stead."""
 
-    def __init__(self, run: Any, place: CellOutput | None = None) -> None:
-        self._run, self._place = run, place or CellOutput()
+    def __init__(self, run: Any, output: CellOutput | None = None) -> None:
+        self._run, self._output = run, output or CellOutput()
         self._curve = Curve(run.dir.path / "metrics.jsonl")
         self._next, self._sizes = 0.0, {}
         self._lock = threading.Lock()  # a button may draw while the waiting cell does
         _for_no_request(self._make)
-        self._place.put(
+        self._output.put(
             {**self._root._repr_mimebundle_(), "text/plain": f"{run.name}: {run.state}"}
         )
 
@@ -446,7 +446,7 @@ class Panel:
         self._draw()
 
     def show(self, line: Callable[[], str] | None = None, now: bool = False) -> None:
-        "Bring it up to date, if it is time or is to be `now`. (A `LiveLine` shows `line`; here it has no place.)"
+        "Bring it up to date, if it is time or is to be `now`. (A `LiveLine` shows `line`; here it is not used.)"
         with self._lock:
             if self._root is not None and (now or time.monotonic() >= self._next):
                 self._next = time.monotonic() + _REDRAW_EVERY_S
@@ -533,9 +533,9 @@ class Panel:
     def end(self, line: Callable[[], str], picture: Path | None) -> None:
         "Table and picture in its stead; `line` for who can show text only."
         with self._lock:
-            self._place.put({"text/html": summary_html(self._run), "text/plain": line()})
+            self._output.put({"text/html": summary_html(self._run), "text/plain": line()})
             if picture:
-                self._place.put_picture(picture.read_bytes())
+                self._output.put_picture(picture.read_bytes())
             for widget in (*self._parts, self._root):
                 widget.close()
             self._root = None

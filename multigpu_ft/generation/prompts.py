@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..data.examples import load_rows
+from ..data.examples import check_messages, load_rows
 from ..data.sources import whole_text
 from ..data.tokenization import asking
 from ..run.config import RunConfig
@@ -62,8 +62,8 @@ def load_questions(
     messages, or if no question is left."""
     found, left_out = [], LeftOut()
     rows = load_rows(cfg)
-    for number, place, row in rows:
-        messages = _messages(row, cfg.messages_field, question_field, place)
+    for number, location, row in rows:
+        messages = _messages(row, cfg.messages_field, question_field, location)
         if messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages or not messages[-1]["content"].strip():
@@ -80,11 +80,11 @@ def load_questions(
 
 
 def _messages(
-    row: dict[str, Any], messages_field: str, question_field: str, place: str
+    row: dict[str, Any], messages_field: str, question_field: str, location: str
 ) -> list[dict[str, Any]]:
     if messages_field not in row and question_field not in row:
         raise DataError(
-            f"{place} has neither {messages_field!r} (a conversation) nor {question_field!r} (a text); "
+            f"{location} has neither {messages_field!r} (a conversation) nor {question_field!r} (a text); "
             f"its fields are: {', '.join(map(str, row))}. "
             "Name one with messages_field or question_field."
         )
@@ -92,26 +92,11 @@ def _messages(
         text = row[question_field]
         if text is not None and not isinstance(text, str):
             found = f"{type(text).__name__} {str(text)[:40]!r}"
-            raise DataError(f"{place}: {question_field!r} must be text, got {found}.")
-        return [{"role": "user", "content": whole_text(text or "", question_field, place)}]
+            raise DataError(f"{location}: {question_field!r} must be text, got {found}.")
+        return [{"role": "user", "content": whole_text(text or "", question_field, location)}]
     messages = row[messages_field] or []
-    if not isinstance(messages, list):
-        found = f"{type(messages).__name__} {str(messages)[:40]!r}"
-        raise DataError(f"{place}: expected a list of messages, got {found}.")
-    for number, message in enumerate(messages, 1):
-        where = f"{place}, message {number}"
-        if not _is_message(message):
-            expected = '{"role": "user", "content": "..."}'
-            raise DataError(f"{where}: expected {expected}, got {str(message)[:60]!r}.")
-        texts = (text for text in message.values() if isinstance(text, str))
-        whole_text("".join(texts), "content", where)
+    check_messages(messages, location, may_be_empty=True)
     return messages
-
-
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict):
-        return False
-    return all(isinstance(message.get(name), str) for name in ("role", "content"))
 
 # %% ../../nbs/generation/06_prompts.ipynb #fbc87c27
 def tokenize_questions(

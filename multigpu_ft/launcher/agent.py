@@ -19,7 +19,7 @@ from multigpu_ft.run.processes import (
     end_with,
     is_running,
     is_stopped,
-    read_beat,
+    read_heartbeat,
     read_error,
     watch_parent,
 )
@@ -83,7 +83,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 # %% ../../nbs/launcher/05_agent.ipynb #d603110d
 @dataclass(frozen=True)
 class NodeEndpoint:
-    """This agent's place among the agents of a run on several nodes.
+    """Where this agent is among those of a run on several nodes.
 
     `address` is this machine's own, at network `interface`; the store is at `host:port`. `store`
     is its listening socket on node 0."""
@@ -101,12 +101,16 @@ class _Rendezvous(RendezvousHandler):
     "Nodes with fixed numbers, and one TCPStore, shared with the ranks."
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id, self._place, self._closed = parameters.run_id, parameters.get("place"), False
+        self._run_id, self._endpoint, self._closed = (
+            parameters.run_id,
+            parameters.get("node_endpoint"),
+            False,
+        )
         listener = self._listener()
-        self._port = listener.getsockname()[1] if listener else self._place.port
+        self._port = listener.getsockname()[1] if listener else self._endpoint.port
         taken = {"master_listen_fd": listener.detach()} if listener else {}
         self._store = TCPStore(
-            self._place.host,
+            self._endpoint.host,
             self._port,
             is_master=bool(listener),
             timeout=timedelta(seconds=60),
@@ -115,12 +119,12 @@ class _Rendezvous(RendezvousHandler):
         )
 
     def _listener(self) -> socket.socket | None:
-        if self._place.node_rank:
+        if self._endpoint.node_rank:
             return None
         return (
-            socket.create_server((self._place.host, 0))
-            if self._place.store is None
-            else socket.socket(fileno=self._place.store)
+            socket.create_server((self._endpoint.host, 0))
+            if self._endpoint.store is None
+            else socket.socket(fileno=self._endpoint.store)
         )
 
     def get_backend(self) -> str:
@@ -134,9 +138,9 @@ class _Rendezvous(RendezvousHandler):
         store = PrefixStore(self._run_id, self._store)
         return RendezvousInfo(
             store,
-            self._place.node_rank,
-            self._place.nnodes,
-            RendezvousStoreInfo(self._place.host, self._port),
+            self._endpoint.node_rank,
+            self._endpoint.nnodes,
+            RendezvousStoreInfo(self._endpoint.host, self._port),
         )
 
     def is_closed(self) -> bool:
@@ -244,7 +248,7 @@ class Watchdog(threading.Thread):
         while not self._over.wait(_LOOK_EVERY_S):
             now, beats = (
                 time.monotonic(),
-                [read_beat(self._run_dir.beat_file(rank)) for rank in self._ranks],
+                [read_heartbeat(self._run_dir.beat_file(rank)) for rank in self._ranks],
             )
             if (
                 beats != seen
@@ -346,15 +350,15 @@ def main() -> None:
     sys.exit(1 if failure else STOPPED_EXIT_CODE if run_dir.status()["state"] == "stopped" else 0)
 
 
-def _node(run_dir: RunDir, place: dict[str, Any]) -> int:
+def _node(run_dir: RunDir, endpoint: dict[str, Any]) -> int:
     """Run one attempt of the ranks of one node among several. Returns the exit code.
 
     The supervisors decide together what follows."""
-    del place["supervisor"]
-    place = NodeEndpoint(**place)
-    node_dir = run_dir.of_node(place.node_rank)
+    del endpoint["supervisor"]
+    endpoint = NodeEndpoint(**endpoint)
+    node_dir = run_dir.of_node(endpoint.node_rank)
     cfg = node_dir.config()
-    failure = _launch(run_dir, "multigpu_ft.training", cfg.nproc, cfg.timeout_s, place=place)
+    failure = _launch(run_dir, "multigpu_ft.training", cfg.nproc, cfg.timeout_s, endpoint=endpoint)
     if failure and not failure.get("text"):
         failure["text"] = str(
             failure_of(node_dir, failure)
@@ -364,8 +368,8 @@ def _node(run_dir: RunDir, place: dict[str, Any]) -> int:
             node_dir.path / FAILURE_FILE,
             {
                 **failure,
-                "node_rank": place.node_rank,
-                "node": f"node {place.node_rank} ({socket.gethostname()})",
+                "node_rank": endpoint.node_rank,
+                "node": f"node {endpoint.node_rank} ({socket.gethostname()})",
             },
         )
     return 1 if failure else STOPPED_EXIT_CODE if node_dir.status()["state"] == "stopped" else 0
@@ -400,26 +404,29 @@ def _launch(
     nproc: int,
     timeout_s: float,
     grace_s: int = _SAVE_GRACE_S,
-    place: NodeEndpoint | None = None,
+    endpoint: NodeEndpoint | None = None,
 ) -> dict[str, Any] | None:
     "Run `module` on this machine's ranks until they end. Returns their failure, or None."
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    place, node_dir = place or NodeEndpoint(), run_dir.of_node(place.node_rank if place else 0)
+    endpoint, node_dir = (
+        endpoint or NodeEndpoint(),
+        run_dir.of_node(endpoint.node_rank if endpoint else 0),
+    )
     for name in (
         "GLOO_SOCKET_IFNAME",
         "NCCL_SOCKET_IFNAME",
     ):  # collectives also stay on this machine, or on the network of the other nodes
-        if place.nnodes == 1 or (place.interface and name not in os.environ):
-            os.environ[name] = place.interface
+        if endpoint.nnodes == 1 or (endpoint.interface and name not in os.environ):
+            os.environ[name] = endpoint.interface
     rendezvous_handler_registry.register("multigpu_ft", _Rendezvous)
     config = LaunchConfig(
-        min_nodes=place.nnodes,
-        max_nodes=place.nnodes,
+        min_nodes=endpoint.nnodes,
+        max_nodes=endpoint.nnodes,
         nproc_per_node=nproc,
         run_id=run_dir.name,
         rdzv_backend="multigpu_ft",
-        rdzv_configs={"place": place},
-        local_addr=place.address,
+        rdzv_configs={"node_endpoint": endpoint},
+        local_addr=endpoint.address,
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=_RunDirLogs(node_dir),
@@ -429,7 +436,7 @@ def _launch(
             else {}
         ),
     )
-    watchdog = Watchdog(node_dir, nproc, timeout_s, first=place.node_rank * nproc)
+    watchdog = Watchdog(node_dir, nproc, timeout_s, first=endpoint.node_rank * nproc)
     watchdog.start()
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, str(run_dir.path))
@@ -440,7 +447,7 @@ def _launch(
         failure = watchdog.failure or root_cause(node_dir, codes, pids)
         return {
             **failure,
-            "step": (read_beat(node_dir.beat_file(failure["rank"])) or (0, 0, ""))[1],
+            "step": (read_heartbeat(node_dir.beat_file(failure["rank"])) or (0, 0, ""))[1],
         }
     except SignalException as error:
         if node_dir.status()["state"] not in ("done", "stopped"):

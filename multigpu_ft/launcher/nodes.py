@@ -18,7 +18,7 @@ from ..run.config import RunConfig
 from ..run.environment import visible_gpus
 from ..run.errors import ConfigError, NodesError
 from ..run.processes import is_alive
-from ..run.run_dir import RunDir, begin_anew, clear_attempt
+from ..run.run_dir import RunDir, reset_status, clear_attempt
 
 # %% ../../nbs/launcher/08_nodes.ipynb #5b75a73c
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def open_run(cfg: RunConfig, node: Node, end_idx: int | None) -> RunDir:
                 batch_size=earlier.batch_size, accum_steps=earlier.accum_steps
             )  # reduced after running out of memory
     node_dir.write_config(cfg)
-    begin_anew(node_dir)
+    reset_status(node_dir)
     clear_attempt(node_dir)
     (node_dir.path / "stop").unlink(missing_ok=True)
     return node_dir

@@ -107,7 +107,7 @@ class Peer:
         self.heard = time.monotonic()
         self.here, self.there = connection.getsockname()[0], connection.getpeername()[0]
         connection.settimeout(silence_s)
-        for work in (self._listen, self._beat):
+        for work in (self._listen, self._send_heartbeats):
             threading.Thread(target=work, name="peer", daemon=True).start()
 
     def say(self, **message: Any) -> None:
@@ -119,7 +119,7 @@ class Peer:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._gone.wait(HEARTBEAT_S):
             self.say()
 

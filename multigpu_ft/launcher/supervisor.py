@@ -56,14 +56,14 @@ class _Agent:
     It can be killed at any moment; its ranks end with it."""
 
     def __init__(
-        self, node_dir: RunDir, place: dict[str, Any], store: socket.socket | None = None
+        self, node_dir: RunDir, endpoint: dict[str, Any], store: socket.socket | None = None
     ) -> None:
-        self._node_dir, self._node_rank = node_dir, place["node_rank"]
+        self._node_dir, self._node_rank = node_dir, endpoint["node_rank"]
         (node_dir.path / FAILURE_FILE).unlink(missing_ok=True)
         told = {
-            **place,
+            **endpoint,
             "supervisor": os.getpid(),
-            "interface": own_addresses().get(place["address"], ""),
+            "interface": own_addresses().get(endpoint["address"], ""),
             "store": store.fileno() if store else None,
         }
         self._process = subprocess.Popen(
@@ -283,10 +283,12 @@ class Leader:
             return failure
         here = self._listener.getsockname()[0]
         with socket.create_server((here, 0), family=self._listener.family) as store:
-            place = {"nnodes": cfg.nnodes, "host": here, "port": store.getsockname()[1]}
+            endpoint = {"nnodes": cfg.nnodes, "host": here, "port": store.getsockname()[1]}
             for node, peer in self._joined.items():
-                peer.say(begin={**place, "node_rank": node, "config": cfg.model_dump()})
-            self._agent = _Agent(self._run_dir, {**place, "node_rank": 0, "address": here}, store)
+                peer.say(begin={**endpoint, "node_rank": node, "config": cfg.model_dump()})
+            self._agent = _Agent(
+                self._run_dir, {**endpoint, "node_rank": 0, "address": here}, store
+            )
         try:
             return self._follow()
         finally:
@@ -476,11 +478,11 @@ class Follower:
                 peer.say(ended=end)
                 told = True
 
-    def _begin(self, peer: Peer, place: dict[str, Any]) -> None:
-        self._node_dir.write_config(RunConfig(**place.pop("config")))
+    def _begin(self, peer: Peer, endpoint: dict[str, Any]) -> None:
+        self._node_dir.write_config(RunConfig(**endpoint.pop("config")))
         clear_attempt(self._node_dir)
         self._node_dir.update_status(state="starting", activity=None)
-        self._agent = _Agent(self._node_dir, {**place, "address": peer.here})
+        self._agent = _Agent(self._node_dir, {**endpoint, "address": peer.here})
 
 # %% ../../nbs/launcher/07_supervisor.ipynb #715c3728
 _ORPHAN_GRACE_S = 4.0

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['AGENT_PID_VARIABLE', 'NODE_VARIABLE', 'IDLE', 'LEFT', 'is_running', 'is_stopped', 'processes_of', 'end_with',
            'end_with_agent', 'watch_parent', 'StopSignal', 'leave', 'write_error', 'read_error', 'Heartbeat',
-           'read_beat', 'has_left', 'torchrun_number', 'has_nothing_to_finish', 'is_alive']
+           'read_heartbeat', 'has_left', 'torchrun_number', 'has_nothing_to_finish', 'is_alive']
 
 # %% ../../nbs/run/07_processes.ipynb #07734942
 import ctypes
@@ -173,7 +173,7 @@ class Heartbeat:
         os.pwrite(self._file, f"{self._count:<12} {self.step:<12} {phase:<22}\n".encode(), 0)
 
 
-def read_beat(path: Path) -> tuple[int, int, str] | None:
+def read_heartbeat(path: Path) -> tuple[int, int, str] | None:
     "Return count, step and phase of a rank's last heartbeat; None if there was none yet."
     try:
         count, step, phase = path.read_text().split()
@@ -184,7 +184,7 @@ def read_beat(path: Path) -> tuple[int, int, str] | None:
 
 def has_left(path: Path) -> bool:
     "Return whether a rank's last heartbeat says that it is finished."
-    return (read_beat(path) or ("",))[-1] == LEFT
+    return (read_heartbeat(path) or ("",))[-1] == LEFT
 
 # %% ../../nbs/run/07_processes.ipynb #b3758283
 def torchrun_number(name: str) -> int:

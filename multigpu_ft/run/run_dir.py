@@ -24,7 +24,7 @@ from .errors import CheckpointError, ConfigError
 # %% auto #0
 __all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'FAILURE_FILE', 'BY_SIGNAL', 'GENERATION_FILE', 'HUB_FILE', 'LIVE_STATES',
            'FINAL_STATES', 'STOPPED_EXIT_CODE', 'replace_file', 'write_json', 'read_json', 'whole_records', 'RunDir',
-           'commit_digest', 'read_commit', 'saved_at', 'short_name', 'clear_attempt', 'begin_anew']
+           'commit_digest', 'read_commit', 'saved_at', 'short_name', 'clear_attempt', 'reset_status']
 
 # %% ../../nbs/run/05_run_dir.ipynb #bed5d367
 COMMIT_FILE, PARTIAL = (
@@ -408,7 +408,7 @@ def clear_attempt(run_dir: RunDir) -> None:
             path.rename(folder / path.name)
 
 
-def begin_anew(run_dir: RunDir) -> None:
+def reset_status(run_dir: RunDir) -> None:
     "Reset the status of a run, or of a node's part of it, that was started before."
     if run_dir.status()["state"] != "starting":
         (run_dir.path / "stop").unlink(missing_ok=True)

@@ -48,17 +48,17 @@ def _wandb_records(path: Path) -> Iterator[Any]:
     "Yield the records of a .wandb file, up to its end or the point where it was cut off."
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, place, parts = path.read_bytes(), 7, b""
-    while place + 7 <= len(content):
-        left = _BLOCK - place % _BLOCK
+    content, offset, parts = path.read_bytes(), 7, b""
+    while offset + 7 <= len(content):
+        left = _BLOCK - offset % _BLOCK
         if left < 7:
-            place += left
+            offset += left
             continue
-        size, kind = struct.unpack_from("<HB", content, place + 4)
-        part = content[place + 7 : place + 7 + size]
+        size, kind = struct.unpack_from("<HB", content, offset + 4)
+        part = content[offset + 7 : offset + 7 + size]
         if len(part) < size:
             return
-        place += 7 + size
+        offset += 7 + size
         parts = part if kind in (1, 2) else parts + part  # whole or first, else middle or last
         if kind in (1, 4):
             yield Record.FromString(parts)

@@ -52,7 +52,7 @@ from multigpu_ft.run.processes import (
     torchrun_number,
     write_error,
 )
-from ..run.run_dir import RunDir, begin_anew, saved_at
+from ..run.run_dir import RunDir, reset_status, saved_at
 from ..run.secrets import hide_secrets, use_secrets
 from ..tracking.histograms import histograms
 from ..tracking.metrics import Interval, Stopwatch, RunLog, flops_per_token
@@ -123,12 +123,12 @@ class Training:
         start = self._choose_start()
         prepared = self._prepare_model(start.checkpoint)
         saved = self._resume(start.checkpoint)
-        self.disks.let_go(start.checkpoint)
+        self.storage.let_go(start.checkpoint)
         packing, order = self._plan_run(prepared, saved)
         trained = saved.trained() if saved else prepared.trained
         ledger = ledger_remarks(trained, self.slice.start_idx, self.slice.end_idx)
         for remark in [*access, *start.remarks, *ledger]:
-            self.tracker.remark(remark)
+            self.run_log.remark(remark)
         self._remark_on_batch(order)
         self._open_outputs(start, eval_texts)
         self._report_start(start, prepared.about, packing)
@@ -155,16 +155,16 @@ class Training:
     def _join(self) -> None:
         "Join the other ranks, and begin the heartbeat and the log of this one. A collective."
         self.world: World = join_world(self.cfg)
-        self.beat = Heartbeat(self.node_dir.beat_file(self.world.rank))
-        self.beat(IDLE)
+        self.heartbeat = Heartbeat(self.node_dir.beat_file(self.world.rank))
+        self.heartbeat(IDLE)
         if self.world.local_rank == 0:
             # an agent has done it already; a cluster that restarts this process has not
-            begin_anew(self.node_dir)
+            reset_status(self.node_dir)
         first = self.world.rank - self.world.local_rank
         every_pid = self.world.gather(os.getpid())
         pids = [int(pid) for (pid,) in every_pid[first : first + self.world.local_size]]
-        self.tracker = RunLog(self.node_dir, self.world.local_rank == 0)
-        self.tracker.status(
+        self.run_log = RunLog(self.node_dir, self.world.local_rank == 0)
+        self.run_log.status(
             pids={**self.node_dir.status().get("pids", {}), "ranks": pids},
             host=socket.gethostname(),
         )
@@ -172,22 +172,22 @@ class Training:
     def _choose_start(self) -> _Start:
         "Choose the checkpoint to resume from, the same on all ranks. A collective."
         run_dir = self.run_dir
-        self.cfg = bring(self.cfg, run_dir, self.world, self.tracker.status, self.tracker.remark)
+        self.cfg = bring(self.cfg, run_dir, self.world, self.run_log.status, self.run_log.remark)
         stored = {
             **fingerprint(self.cfg),
             "tokenizer": tokenizer_digest(self.tokenizer),
             "labels": self.label_names,
         }
         refuse_other_texts(self.world, texts=self.texts.digest, tokenizer=stored["tokenizer"])
-        self.disks = Storage(run_dir, self.world)
+        self.storage = Storage(run_dir, self.world)
         checkpoint, again, remarks = choose_checkpoint(
-            self.cfg, run_dir, self.world, stored, self.disks
+            self.cfg, run_dir, self.world, stored, self.storage
         )
         if again and self.cfg.resume_scope == "weights":
             # a restarted run resumes where it was, whatever it started from
             self.cfg = self.cfg.replace(resume_scope="all")
         if self.cfg.task == "chat" and self.tokenizer.chat_template == PLAIN_CHAT:
-            self.tracker.remark(
+            self.run_log.remark(
                 f"the tokenizer of {self.cfg.model} has no chat template,"
                 " so conversations are written plainly, as in 'user: ...', 'assistant: ...'"
             )
@@ -201,12 +201,12 @@ class Training:
             self.tokenizer,
             self.label_names,
             checkpoint,
-            self.tracker.remark,
+            self.run_log.remark,
             self.world.from_main(self.run_dir.plan()),
         )
         self.strategy = prepared.strategy
         self.quantization = prepared.quantization
-        self.watch = Stopwatch(self.world.device, self.beat)
+        self.watch = Stopwatch(self.world.device, self.heartbeat)
         if self.world.size > 1:
             embeddings = self.strategy.unwrap_model().get_input_embeddings()
             embeddings.register_forward_hook(self._await_last_gradient)
@@ -233,7 +233,7 @@ class Training:
         if saved:
             self.progress = next_progress(saved, self.cfg, self.slice.end_idx, order)
         self.order = SampleOrder(**self.progress.order)
-        self.tracker.rewind(self.progress.step)
+        self.run_log.rewind(self.progress.step)
         return packing, order
 
     def _remark_on_batch(self, order: SampleOrder) -> None:
@@ -241,7 +241,7 @@ class Training:
         rows, size = self.order.rows_a_step, self.world.size
         if rows != order.rows_a_step:
             accum_steps = -(-rows // (self.cfg.batch_size * size))
-            self.tracker.remark(
+            self.run_log.remark(
                 f"the global batch stays {rows} rows, as the slice began;"
                 f" batch_size × accum_steps × {size} process(es) would be {order.rows_a_step},"
                 f" so accum_steps {self.cfg.accum_steps} -> {accum_steps}"
@@ -251,26 +251,26 @@ class Training:
         "Set up evaluations, checkpoints, uploads and the time budget."
         cfg, run_dir = self.cfg, self.run_dir
         self.last_epoch = cfg.initial_epoch + cfg.num_epochs - 1
-        self.room = room_for(cfg, run_dir, self.strategy, start.checkpoint, self.disks.keeps)
+        self.room = room_for(cfg, run_dir, self.strategy, start.checkpoint, self.storage.keeps)
         later_epochs = self.last_epoch > self.progress.epoch
         if self.room == 1 and (later_epochs or cfg.save_every or cfg.save_minutes):
-            self.tracker.remark(
+            self.run_log.remark(
                 "the disk has room for one checkpoint, so only the last one is written,"
                 " at the end or when the run is stopped"
             )
         self.evaluations = Evaluations(
             cfg,
             run_dir,
-            self.disks,
+            self.storage,
             self.strategy,
-            self.tracker,
+            self.run_log,
             self.progress,
             eval_texts,
             len(self.label_names or []),
         )
         self.evaluations.check_room(self.room)
         stored = {**start.stored, "contents": contents(cfg)}
-        self.writer = CheckpointWriter(run_dir, cfg, self.strategy, stored, self.disks)
+        self.writer = CheckpointWriter(run_dir, cfg, self.strategy, stored, self.storage)
         self.uploader = Uploader(run_dir) if cfg.hf_repo and self.world.is_main else None
         self.earlier_steps = 0  # optimizer steps of earlier slices
         if self.progress.optimizer_step:
@@ -283,7 +283,7 @@ class Training:
     def _report_start(self, start: _Start, about: dict[str, Any], packing: str) -> None:
         "Write the status of a run that trains from here on, and open the trackers."
         began, save_bytes = self.run_dir.status(), checkpoint_bytes(self.cfg, self.strategy)
-        self.pace = TimeBudget(
+        self.time_budget = TimeBudget(
             self.cfg,
             began.get("launched", time.time()),
             save_bytes,
@@ -293,7 +293,7 @@ class Training:
         self._flops_per_token = flops_per_token(
             self.strategy.unwrap_model(), float(self.texts.lengths.mean())
         )
-        self.tracker.status(
+        self.run_log.status(
             state="running",
             strategy=self.strategy.name,
             dtype=str(self.strategy.dtype).removeprefix("torch."),
@@ -319,7 +319,7 @@ class Training:
         self.trackers = Trackers()
         if self.world.is_main:
             self.trackers = Trackers.open(self.run_dir, self.cfg, self.progress, start.checkpoint)
-        self.tracker.hand_on = self.trackers.log
+        self.run_log.hand_on = self.trackers.log
 
     def _histograms(self) -> None:
         "Return the histograms of the step after `progress.step` if they are due. A collective."
@@ -370,11 +370,11 @@ class Training:
         Returns the last status."""
         outcome: dict[str, Any] = {"state": "done"} if self._epochs() else {"state": "stopped"}
         if outcome["state"] == "stopped":
-            self.tracker.status(state="stopping")
-        self.beat(IDLE)
+            self.run_log.status(state="stopping")
+        self.heartbeat(IDLE)
         if self.progress.step != self.saving_step:
             self._save(end_of_epoch=False)
-        self.tracker.status(activity="saving a checkpoint")
+        self.run_log.status(activity="saving a checkpoint")
         self._note(self.writer.wait())
         if outcome["state"] == "done":
             outcome |= self.evaluations.take_best()
@@ -403,11 +403,11 @@ class Training:
                     f"Take the next slice, raise {'patience' if early else 'num_epochs'}, "
                     "or start over with resume_file='none'"
                 )
-            self.tracker.status(activity="exporting the model")
+            self.run_log.status(activity="exporting the model")
             outcome |= {"eval_after": self.evaluations.newest} if self.evaluations.wanted else {}
             outcome |= export_model(self.run_dir, self.strategy, self.tokenizer, self.quantization)
             if "export_remark" in outcome:
-                self.tracker.remark(outcome.pop("export_remark"))
+                self.run_log.remark(outcome.pop("export_remark"))
         if self.save_error:  # raised only now, so that the export is not lost
             raise self.save_error
         return {
@@ -427,17 +427,17 @@ class Training:
             known = {
                 name: value for name, value in outcome.items() if name != "state"
             }  # for the model card
-            self.tracker.status(**{**known, "activity": f"uploading to {self.cfg.hf_repo}"})
+            self.run_log.status(**{**known, "activity": f"uploading to {self.cfg.hf_repo}"})
             about, remarks = self.uploader.finish(
-                lambda: self.stop.requested or self.run_dir.stop_requested(), self.tracker.heartbeat
+                lambda: self.stop.requested or self.run_dir.stop_requested(), self.run_log.heartbeat
             )
             outcome |= about
             for remark in remarks:
-                self.tracker.remark(remark)
-        self.tracker.status(activity="concluding the trackers" if self.cfg.trackers else None)
+                self.run_log.remark(remark)
+        self.run_log.status(activity="concluding the trackers" if self.cfg.trackers else None)
         for text in self.trackers.close():
-            self.tracker.remark(text)
-        self.tracker.status(**outcome)
+            self.run_log.remark(text)
+        self.run_log.status(**outcome)
 
     def _epochs(self) -> bool:
         "Train the epochs. Returns whether the plan was completed."
@@ -468,7 +468,7 @@ class Training:
             if not self.first_step:
                 self._begin_training(step)
                 interval = Interval(self.strategy)
-            self.beat.step = progress.step + 1
+            self.heartbeat.step = progress.step + 1
             rate = learning_rate(
                 cfg, progress.slice_step, self.total_steps, progress.end_idx, self.earlier_steps
             )
@@ -483,7 +483,7 @@ class Training:
                 self.watch.begin("data")
             if progress.step % min(cfg.log_every, _NON_FINITE_IN_A_ROW) == 0:
                 self._refuse_to_go_on_without_numbers()
-            self.tracker.heartbeat(
+            self.run_log.heartbeat(
                 step=progress.step, slice_step=progress.slice_step, epoch=progress.epoch, **logged
             )
             if end.stopping or self._is_last():
@@ -496,8 +496,8 @@ class Training:
         "Measure the losses before the first step of this process. A collective."
         self.first_step = step
         if self.evaluations.wanted:
-            self.beat(IDLE)
-            self.tracker.status(eval_before=self.evaluations.measure())
+            self.heartbeat(IDLE)
+            self.run_log.status(eval_before=self.evaluations.measure())
         self._loss_before: float | None = None
         if _has_dropout(self.cfg, self.strategy.unwrap_model()):
             # dropout raises the training loss, so it could not be compared with `loss_after`
@@ -536,9 +536,9 @@ class Training:
         found, best = {}, False
         measured = interval.measure(self.watch, self._flops_per_token)
         if end.evaluate:
-            self.beat(IDLE)
+            self.heartbeat(IDLE)
             found, best = self.evaluations.judge(end.planned)
-        self.tracker.log(
+        self.run_log.log(
             {
                 "step": progress.step,
                 "epoch": progress.epoch,
@@ -552,24 +552,24 @@ class Training:
         )
         if end.first:
             before = self._loss_before
-            self.tracker.status(loss_before=measured["loss"] if before is None else before)
+            self.run_log.status(loss_before=measured["loss"] if before is None else before)
         if self.world.is_main:
-            if forecast := self.pace.forecast(progress.slice_step, self.total_steps):
-                self.tracker.remark(forecast)
+            if forecast := self.time_budget.forecast(progress.slice_step, self.total_steps):
+                self.run_log.remark(forecast)
         return {"loss": measured["loss"], "skipped_steps": measured["skipped_steps"]}, best
 
     def _agree(self) -> tuple[bool, bool]:
         "Decide on all ranks whether to stop after this step, and whether to save. A collective."
         self._note(self.writer.finished())
-        self.pace.step()
+        self.time_budget.step()
         main = self.world.is_main
         asked = (
             self.stop.requested
             or (self.world.local_rank == 0 and self.node_dir.stop_requested())
-            or (main and self.pace.out_of_time())
+            or (main and self.time_budget.out_of_time())
         )
         stop, minutes, failed = self.world.sum(
-            asked, main and self.pace.save_is_due(), self.save_error is not None
+            asked, main and self.time_budget.save_is_due(), self.save_error is not None
         )
         if failed:
             self._note(self.writer.wait())
@@ -583,7 +583,7 @@ class Training:
         if isinstance(error, FloatingPointError) or (error and self.cfg.save_failure == "stop"):
             raise error
         if error:
-            self.tracker.remark(f"{error} Training goes on")
+            self.run_log.remark(f"{error} Training goes on")
 
     def _refuse_to_go_on_without_numbers(self) -> None:
         "Raise `FloatingPointError` after too many skipped steps in a row."
@@ -597,8 +597,8 @@ class Training:
 
     def _save(self, end_of_epoch: bool) -> None:
         "Start a save; its result is noted when it is known."
-        self.beat(IDLE)
-        self.tracker.status(
+        self.heartbeat(IDLE)
+        self.run_log.status(
             activity="saving a checkpoint"
         )  # whoever wants the run to stop now gives it time
         self._note(self.writer.wait())
@@ -607,8 +607,8 @@ class Training:
         if self.progress.best.get("step") == self.progress.step:
             self.progress.best["checkpoint"] = self.progress.name(self.cfg.model, end_of_epoch)
         self.writer.start(self.progress, end_of_epoch)
-        self.pace.save_began()
-        self.tracker.status(activity=None)
+        self.time_budget.save_began()
+        self.run_log.status(activity=None)
 
     def _note(self, save: Save | None) -> None:
         "Note the result of a save."
@@ -616,17 +616,17 @@ class Training:
             self.save_error = save.error
         elif save:
             self.save_error = None
-            self.pace.saved(save.seconds)
+            self.time_budget.saved(save.seconds)
             took = {
                 "step": save.step,
                 "bytes": save.bytes,
                 "stall_s": round(save.stall_s, 4),
                 "seconds": round(save.seconds, 3),
             }
-            self.tracker.status(checkpoint=save.path.name, save=took, best=self.evaluations.best)
+            self.run_log.status(checkpoint=save.path.name, save=took, best=self.evaluations.best)
             self.trackers.log_checkpoint(save.path, save.step)
             for trouble in self.uploader.trouble() if self.uploader else []:
-                self.tracker.remark(trouble)
+                self.run_log.remark(trouble)
 
 # %% ../../nbs/training/05_trainer.ipynb #bc29fd1c
 def _who() -> str:
@@ -650,7 +650,7 @@ def main(run_dir: RunDir, stop: StopSignal) -> None:
         dist.barrier()
         training.strategy.end_training()
         training.finish(outcome)
-        training.beat(LEFT)
+        training.heartbeat(LEFT)
     except BaseException as error:
         write_error(
             Path(

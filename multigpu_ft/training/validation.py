@@ -83,18 +83,18 @@ class Evaluations:
         self,
         cfg: RunConfig,
         run_dir: RunDir,
-        disks: Storage,
+        storage: Storage,
         strategy: Single,
-        tracker: RunLog,
+        run_log: RunLog,
         progress: Progress,
         texts: TokenizedTexts | None,
         num_labels: int,
     ) -> None:
         self._cfg = cfg
         self._run_dir = run_dir
-        self._disks = disks
+        self._storage = storage
         self._strategy = strategy
-        self._tracker = tracker
+        self._run_log = run_log
         self._progress = progress
         self._texts = texts
         self._num_labels = num_labels
@@ -128,7 +128,7 @@ class Evaluations:
 
     def measure(self) -> dict[str, float]:
         "Evaluate now. Returns scores as `evaluate_texts` does."
-        self._tracker.status(activity="evaluating")
+        self._run_log.status(activity="evaluating")
         found = [
             evaluate_texts(self._strategy, self._texts, self._cfg.batch_size, self._num_labels)
         ]
@@ -136,7 +136,7 @@ class Evaluations:
             found, src=0
         )  # all ranks must judge by the same bits, or one would stop alone
         self.newest = found[0]
-        self._tracker.status(activity=None)
+        self._run_log.status(activity=None)
         return self.newest
 
     def judge(self, planned: bool) -> tuple[dict[str, float], bool]:
@@ -152,7 +152,7 @@ class Evaluations:
                     f"a lower loss than {self.best['loss']:.4f}, that of step {self.best['step']}"
                 )
             count = f"{self._cfg.patience} evaluation(s) in a row"
-            self._tracker.remark(
+            self._run_log.remark(
                 f"stops at step {self._progress.step}: {count} did not reach {goal}"
             )
         return self.newest, best and self._cfg.chooses_best
@@ -166,34 +166,35 @@ class Evaluations:
         if not self._cfg.chooses_best or not best:
             return {}
         if before and not best["loss"] < before["loss"]:
-            self._tracker.remark(
+            self._run_log.remark(
                 f"no evaluation reached a lower loss than {before['loss']:.4f}, the loss before the first step; "
                 f"the best is {best['loss']:.4f}"
             )
         if best["step"] == self._progress.step:
             return {}
         world, name = self._strategy.world, best.get("checkpoint")
-        place = None
+        checkpoint = None
         if world.is_main:
-            place = next((c for c in kept_checkpoints(self._run_dir) if c.name == name), None)
-        place = world.from_main(place)
+            kept = kept_checkpoints(self._run_dir)
+            checkpoint = next((c for c in kept if c.name == name), None)
+        checkpoint = world.from_main(checkpoint)
         try:
-            if not place:
+            if not checkpoint:
                 raise CheckpointError("it no longer exists" if name else "it could not be written")
-            here = self._disks.fetch(place)
+            here = self._storage.fetch(checkpoint)
             try:
-                load_checkpoint(here, self._strategy, "weights", shared=self._disks.shared)
+                load_checkpoint(here, self._strategy, "weights", shared=self._storage.shared)
             finally:
-                self._disks.let_go(here)
+                self._storage.let_go(here)
         except CheckpointError as error:
-            self._tracker.remark(
+            self._run_log.remark(
                 f"exports the last weights, because the best checkpoint (step {best['step']}) is not usable: {error}"
             )
             return {}
         self.newest = {
             score: value for score, value in best.items() if score not in ("step", "checkpoint")
         }
-        self._tracker.remark(
+        self._run_log.remark(
             f"exports the best checkpoint, {name}, with an evaluation loss of {best['loss']:.4f}"
         )
         return {"exported_checkpoint": name}

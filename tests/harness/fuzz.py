@@ -60,7 +60,7 @@ from multigpu_ft.launcher.slices import Slices
 from multigpu_ft.run.config import PRESETS
 from multigpu_ft.run.errors import NodesError
 from multigpu_ft.run.failures import failure_of
-from multigpu_ft.run.processes import is_alive, read_beat, read_error
+from multigpu_ft.run.processes import is_alive, read_error, read_heartbeat
 from multigpu_ft.run.run_dir import commit_digest, saved_at
 from multigpu_ft.tracking.lineage import earlier_metrics, runs_of
 
@@ -1277,7 +1277,7 @@ READERS = {
     "uploads": lambda run, cfg: read_record(run),
     "assignment": lambda run, cfg: completions.GenerationJob.read(run),
     "error": lambda run, cfg: read_error(run.error_file(0)),
-    "beat": lambda run, cfg: read_beat(run.beat_file(0)),
+    "beat": lambda run, cfg: read_heartbeat(run.beat_file(0)),
     "subject": lambda run, cfg: newest_fine_tuned(run),
     "evaluated": lambda run, cfg: find_runs(run.path),
     "failure": lambda run, cfg: failure_of(run, {**FAILURE, **(run.status().get("failure") or {})}),
