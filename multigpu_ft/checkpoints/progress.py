@@ -111,7 +111,7 @@ def next_progress(saved: Progress, cfg: RunConfig, end_idx: int, order: SampleOr
         raise CheckpointError(
             f"the checkpoint is inside an epoch, at row {saved.position:,}, "
             f"and its rows would now be in another order ({differ}). "
-            "Use the same data and settings, resume_scope='weights' to begin the slice anew "
+            "Use the same data and settings, resume_scope='weights' to restart the slice "
             "with its weights, or resume_file='none'."
         )
     return saved

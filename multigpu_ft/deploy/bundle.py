@@ -122,7 +122,7 @@ def travelling(
     ):
         raise ConfigError(
             f"resume_file={cfg.resume_file!r} is on this machine, which {where} does not see; "
-            "use 'auto', which goes on from what is kept there, or "
+            "use 'auto', which resumes from what is kept there, or "
             f"push it to the Hub and use '{HUB_PREFIX}user/repo'."
         )
     name = cfg.run_name or f"{short_name(cfg.model)}_{cfg.start_idx}-{cfg.end_idx or 'end'}"

@@ -138,7 +138,7 @@ class _Cluster:
 def _refuse_another(kind: str, name: str, namespace: str, **_: Any) -> None:
     raise ConfigError(
         f"namespace {namespace} has a {kind} {name} already, running or ended, "
-        "and a job cannot be changed. To start it again, so that it goes on from its "
+        "and a job cannot be changed. To start it again, so that it resumes from its "
         f"last checkpoint, first kubectl delete {kind.lower()} {name} --namespace {namespace}; "
         "for another run choose another name."
     )

@@ -267,7 +267,7 @@ class Resources(_Section):
             mark = getattr(error, "problem_mark", None)
             where = f", line {mark.line + 1}" if mark else ""
             raise ConfigError(
-                f"resources={str(source)!r} is no YAML{where}: {getattr(error, 'problem', 'see there')}."
+                f"resources={str(source)!r} is not valid YAML{where}: {getattr(error, 'problem', 'see there')}."
             ) from None
         except (
             ValueError,

@@ -349,7 +349,7 @@ def _remarks(cfg: RunConfig, spot: bool, recover: bool, storage: str) -> list[st
     if spot and not recover:
         said.append(
             "recover=False: when a spot machine is taken away the job ends; launched again, "
-            "it goes on from its newest checkpoint"
+            "it resumes from its newest checkpoint"
         )
     if spot and not cfg.save_every and (cfg.save_minutes is None or cfg.save_minutes > 15):
         said.append(

@@ -42,7 +42,7 @@ def find_node(cfg: RunConfig, node_rank: int | None, rdzv: str | None) -> Node |
             f"  node {node}: {node_command(cfg, node, host)}" for node in range(min(cfg.nnodes, 4))
         )
         raise ConfigError(
-            f"nnodes={cfg.nnodes}: each machine is told its number, node_rank, and rdzv, "
+            f"nnodes={cfg.nnodes}: each machine needs its number, node_rank, and rdzv, "
             "an address of node 0 that all of them reach. In a notebook "
             f"launch(cfg, node_rank=0, rdzv={host!r}); in a terminal\n{lines}"
         )
@@ -118,7 +118,7 @@ def open_run(cfg: RunConfig, node: Node, end_idx: int | None) -> RunDir:
         if differ:
             raise ConfigError(
                 f"{run_dir.path} holds a run with other settings ({'; '.join(differ)}). "
-                "Choose another run_name; it goes on from that one's newest checkpoint."
+                "Choose another run_name; it resumes from that one's newest checkpoint."
             )
         if (
             earlier.batch_size < cfg.batch_size

@@ -163,7 +163,7 @@ class Run:
                             if isinstance(view, Panel):
                                 view.end(self._line, None)
                         raise TimeoutError(
-                            f"{self.name} is still {self.state} after {timeout:g} s; it goes on."
+                            f"{self.name} is still {self.state} after {timeout:g} s; it continues."
                         )
                     react()
                     time.sleep(0.1)

@@ -180,7 +180,7 @@ class Leader:
             peer, message = self._inbox.get(timeout=0.1)
             node = next((n for n, p in self._joined.items() if p is peer), None)
             if "join" in message and (replaced := self._meet(peer, message["join"])) is not None:
-                yield replaced, {"lost": "it began anew"}
+                yield replaced, {"lost": "it started again"}
             elif "lost" in message and node is not None:
                 del self._joined[node]
             elif "stop" in message and node is not None:

@@ -321,8 +321,9 @@ class Communication:
         )
 
     def plot(self) -> Any:
-        """The share of a step in which only sending goes on, and what each GPU sends, by nodes,
-        as a matplotlib `Figure`. Hollow where there is no room."""
+        """Return a matplotlib `Figure` of exposed communication and bytes sent, over the nodes.
+
+        Points are hollow where the state doesn't fit."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8.6, 3.3), dpi=110, layout="constrained")

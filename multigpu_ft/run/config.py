@@ -249,7 +249,7 @@ class RunConfig(BaseModel):
     nnodes: int = _field(
         1,
         "parallelism",
-        "machines that train together; each is told its node_rank and rdzv, node 0's address",
+        "machines that train together; each gets its node_rank and rdzv, node 0's address",
         low=1,
         high=4096,
     )

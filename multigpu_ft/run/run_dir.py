@@ -349,7 +349,7 @@ def read_commit(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{COMMIT_FILE}: its content was altered") from None
     if commit_digest(body) != written:
         raise CheckpointError(f"{COMMIT_FILE}: its content was altered")
-    if not _is_commit(body):  # the digest is right, so it was made by somebody else
+    if not _is_commit(body):  # the digest matches, so another program wrote it
         raise CheckpointError(f"{COMMIT_FILE} was not written by this package")
     if strange := [
         name for name in body["files"] if Path(name).name != name or not name.isprintable()

@@ -583,7 +583,7 @@ class Training:
         if isinstance(error, FloatingPointError) or (error and self.cfg.save_failure == "stop"):
             raise error
         if error:
-            self.run_log.remark(f"{error} Training goes on")
+            self.run_log.remark(f"{error} Training continues")
 
     def _refuse_to_go_on_without_numbers(self) -> None:
         "Raise `FloatingPointError` after too many skipped steps in a row."

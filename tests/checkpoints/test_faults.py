@@ -236,8 +236,8 @@ def test_training_continues_or_stops_when_the_disk_is_full(material, server, sav
         leave(folder, 0)
         if save_failure == "continue":
             while (
-                not any("Training goes on" in r for r in run_dir.status().get("remarks", []))
-                and "Training goes on" not in run_dir.log_file(0).read_text()
+                not any("Training continues" in r for r in run_dir.status().get("remarks", []))
+                and "Training continues" not in run_dir.log_file(0).read_text()
             ):
                 assert not faults.gone(agent)
                 faults.time.sleep(0.02)
