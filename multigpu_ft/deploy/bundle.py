@@ -15,6 +15,7 @@ from typing import Any
 
 import multigpu_ft
 from ..checkpoints.discovery import HUB_PREFIX
+from ..data.sources import DATA_FILES
 from ..distributed.deepspeed_config import with_zero_config
 from ..launcher.commands import changed_settings
 from ..run.config import RunConfig
@@ -86,14 +87,11 @@ def pack(folder: str | Path, cfg: RunConfig, without: tuple[str, ...] = ()) -> P
     return folder
 
 # %% ../../nbs/deploy/01_bundle.ipynb #cf422e20
-_DATA_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-
-
 def _is_local(name: str, value: str) -> bool:
     return (
         value.startswith((".", "/", "~"))
         or Path(value).exists()
-        or (name != "model" and value.endswith(_DATA_ENDINGS))
+        or (name != "model" and value.endswith(DATA_FILES))
     )
 
 

@@ -29,6 +29,7 @@ from multigpu_ft.deploy.kubernetes_pods import (
     tensorboard_template,
 )
 from .kubernetes_resources import SECRET_NAME, Resources, secret_command
+from ..data.sources import DATA_FILES
 from ..display.tables import Html, html_table
 from ..distributed.deepspeed_config import read_zero_config
 from ..run.config import RunConfig
@@ -36,7 +37,7 @@ from ..run.errors import ConfigError
 from ..run.run_dir import STOPPED_EXIT_CODE, short_name
 
 # %% ../../nbs/deploy/05_kubernetes.ipynb #303b162e
-_OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".pt")
+_OF_FILES = (*DATA_FILES, ".pt")
 
 
 def _run_name(cfg: RunConfig, resources: Resources) -> str:

@@ -266,49 +266,31 @@ def _facts(task: str, status: dict[str, Any], curve: Curve) -> list[tuple[str, s
     last, unit = curve.last, "text" if task == "classification" else "token"
     if not last:
         return []
-    memory = last.get("peak_memory_gib") or []
-    where = "GPU" if status.get("device", "cpu") != "cpu" else "host"
-    scores = [
-        f"{name} {last[f'eval_{name}']:.4f}"
-        for name in ("loss", "accuracy", "f1")
-        if last.get(f"eval_{name}") is not None
-    ]
-    return [
-        (
-            "loss",
-            ""
-            if "loss" not in last
-            else "not finite"
-            if last["loss"] is None
-            else f"{last['loss']:.4f} nats per {unit}",
-        ),
-        (
-            "made",
-            f"{last['sequences_per_second']:,.3g} sequences/s"
-            if "sequences_per_second" in last
-            else "",
-        ),
-        ("accepted", _accepted(last) if "accepted" in last else ""),
-        ("reward", f"failed on {last['reward_errors']:,}" if last.get("reward_errors") else ""),
-        ("evaluated", ", ".join(scores)),
-        ("learning rate", f"{last['learning_rate']:.3g}" if "learning_rate" in last else ""),
-        (
-            "speed",
-            f"{last['tokens_per_second']:,.0f} tokens/s"
-            + (f", {last['step_s']:.3g} s a step" if last.get("step_s") else ""),
-        ),
-        (
-            f"{where} memory",
-            ", ".join(f"rank {rank}: {gib:.2f} GiB" for rank, gib in enumerate(memory))
-            + (" (peak)" if memory else ""),
-        ),
-        (
-            "skipped",
-            f"{last['skipped_steps']} steps, whose gradient was not finite"
-            if last.get("skipped_steps")
-            else "",
-        ),
-    ]
+    facts: dict[str, str] = {}
+    if "loss" in last:
+        is_finite = last["loss"] is not None
+        facts["loss"] = f"{last['loss']:.4f} nats per {unit}" if is_finite else "not finite"
+    if "sequences_per_second" in last:
+        facts["made"] = f"{last['sequences_per_second']:,.3g} sequences/s"
+    if "accepted" in last:
+        facts["accepted"] = _accepted(last)
+    if last.get("reward_errors"):
+        facts["reward"] = f"failed on {last['reward_errors']:,}"
+    scores = {name: last.get(f"eval_{name}") for name in ("loss", "accuracy", "f1")}
+    scores = [f"{name} {score:.4f}" for name, score in scores.items() if score is not None]
+    if scores:
+        facts["evaluated"] = ", ".join(scores)
+    if "learning_rate" in last:
+        facts["learning rate"] = f"{last['learning_rate']:.3g}"
+    step = f", {last['step_s']:.3g} s a step" if last.get("step_s") else ""
+    facts["speed"] = f"{last['tokens_per_second']:,.0f} tokens/s{step}"
+    if memory := last.get("peak_memory_gib"):
+        where = "GPU" if status.get("device", "cpu") != "cpu" else "host"
+        ranks = ", ".join(f"rank {rank}: {gib:.2f} GiB" for rank, gib in enumerate(memory))
+        facts[f"{where} memory"] = f"{ranks} (peak)"
+    if last.get("skipped_steps"):
+        facts["skipped"] = f"{last['skipped_steps']} steps, whose gradient was not finite"
+    return list(facts.items())
 
 
 def _failure_html(error: Exception) -> str:
