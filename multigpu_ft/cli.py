@@ -187,7 +187,7 @@ def _slices(arguments: list[str], as_json: bool) -> dict[str, Any]:
         print(slices)
     return {"folder": str(slices.folder), "state": slices.state, "slices": slices.table()}
 
-
+# %% ../nbs/04_cli.ipynb #d652de87
 def _presets(arguments: list[str], as_json: bool) -> dict[str, Any]:
     tyro.cli(_no_options, args=arguments, prog="multigpu-ft presets")
     if not as_json:

@@ -163,7 +163,7 @@ def _empty_means(info: FieldInfo) -> str:
     said = re.search(r"empty: (.+?)(?: \(|; |\. |$)", info.description)
     return f"empty: {said[1]}" if said else "empty: none"
 
-
+# %% ../nbs/01_config_form.ipynb #ef49ee28
 def _words(value: Any) -> str:
     "Return a value as a user types it: 16.0 is 16, and None is empty."
     if value is None:
@@ -571,7 +571,7 @@ class Form:
             if cfg == self._config:
                 _set(self._memory, _fine(f"memory: {text}"))
 
-
+# %% ../nbs/01_config_form.ipynb #3df29e15
 def form(cfg: RunConfig | None = None) -> Form:
     """Return a form for a `RunConfig`, starting from `cfg` or the defaults.
 

@@ -255,7 +255,7 @@ def _torch_row(gpus: list[Device]) -> Row:
         )
     return _judge_torch(json.loads(done.stdout.splitlines()[-1]), gpus)
 
-
+# %% ../nbs/02_diagnostics.ipynb #8c7d6521
 def _judge_torch(found: dict[str, Any], gpus: list[Device]) -> Row:
     cuda = f"CUDA {found['cuda']}" if found["cuda"] else "built without CUDA"
     nccl = f", NCCL {found['nccl']}" if found["nccl"] else ""
@@ -487,7 +487,7 @@ def _token_row() -> Row:
         else f"Needed for gated and private models, and hf_repo: {where}",
     )
 
-
+# %% ../nbs/02_diagnostics.ipynb #d574acea
 def _session_row() -> Row:
     here, hours = environment.platform(), environment.session_hours()
     if here == "other":

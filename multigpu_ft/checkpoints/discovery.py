@@ -98,7 +98,7 @@ def _first_row(run_dir: RunDir) -> int | None:
     except ValueError:
         return None
 
-
+# %% ../../nbs/checkpoints/04_discovery.ipynb #36a59d92
 def find_checkpoints(cfg: RunConfig, run_dir: RunDir | None = None) -> list[Path]:
     """Return the checkpoints that `run_dir` may resume from under `cfg`, best first.
 

@@ -279,7 +279,7 @@ def read_check(folder: Path) -> dict[str, Any]:
         return {}
     return check if isinstance(check, dict) and "loss" in check else {}
 
-
+# %% ../../nbs/checkpoints/05_export.ipynb #4d9e4b3a
 def confirm_export(
     folder: Path,
     check: dict[str, Any],
@@ -394,7 +394,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         for name, w in weights.items()
     }
 
-
+# %% ../../nbs/checkpoints/05_export.ipynb #d73acea1
 def take_foreign(
     path: Path, model: nn.Module, cfg: RunConfig, world: World
 ) -> list[dict[str, Any]]:

@@ -162,7 +162,7 @@ def contents(cfg: RunConfig) -> dict[str, list[Any]]:
         if os.path.exists(getattr(cfg, field))
     }
 
-
+# %% ../../nbs/checkpoints/01_manifest.ipynb #5a4fd888
 def at_home(stored: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
     """Return the fingerprint `stored` with this machine's folders.
 

@@ -77,7 +77,7 @@ class Progress:
         "Return whether it is about `cfg`'s slice."
         return (self.start_idx, self.end_idx) == (cfg.start_idx, end_idx)
 
-
+# %% ../../nbs/checkpoints/02_progress.ipynb #2e7ab42f
 def next_progress(saved: Progress, cfg: RunConfig, end_idx: int, order: SampleOrder) -> Progress:
     """Return where to continue after `saved`.
 

@@ -211,7 +211,7 @@ def deal(sizes: np.ndarray, micro_batch_rows: int, world_size: int) -> list[np.n
     count = -(-len(sizes) // (micro_batch_rows * world_size))
     return np.array_split(np.argsort(-sizes, kind="stable"), count * world_size)
 
-
+# %% ../../nbs/data/05_batches.ipynb #2c8807dd
 def epoch_steps(
     texts: TokenizedTexts,
     order: SampleOrder,

@@ -80,7 +80,7 @@ def load_rows(cfg: RunConfig) -> list[tuple[int, str, dict[str, Any]]]:
         for number, found in enumerate(source.rows(cfg.start_idx, cfg.slice_end(source.num_rows)))
     ]
 
-
+# %% ../../nbs/data/03_examples.ipynb #027ea460
 def evaluation_config(cfg: RunConfig) -> RunConfig | None:
     """Return `cfg` with the evaluation data as its slice; None if there is none.
 

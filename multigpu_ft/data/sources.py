@@ -102,7 +102,7 @@ def builtin_corpus() -> list[str]:
         )
     return [json.loads(line)["text"] for line in cached.read_text().splitlines()]
 
-
+# %% ../../nbs/data/01_sources.ipynb #06297004
 def cache_dir() -> Path:
     """Return the folder that caches the corpus and its tokenizer, one per Python version.
 
@@ -176,7 +176,7 @@ def _read_json(path: Path, start: int, end: int) -> Iterator[tuple[int | None, d
         raise DataError(f"{path} must hold a list of objects, [{{...}}, {{...}}].")
     yield from ((None, row) for row in rows[start:end])
 
-
+# %% ../../nbs/data/01_sources.ipynb #2edcfb98
 def _read_csv(path: Path, start: int, end: int) -> Iterator[tuple[int | None, dict]]:
     # quotes are plain characters in the tab-separated files of the field (SST-2, GLUE), and
     # quoting in comma-separated ones
@@ -250,7 +250,7 @@ def _read_parquet(path: Path, start: int, end: int) -> Iterator[tuple[int | None
     ) as error:  # a page is read only now
         raise _damaged(path, error) from None
 
-
+# %% ../../nbs/data/01_sources.ipynb #865a792e
 _READERS = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,

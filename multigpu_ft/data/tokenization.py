@@ -43,7 +43,7 @@ class Text:
         "Return the first `length` tokens."
         return Text(self.ids[:length])
 
-
+# %% ../../nbs/data/04_tokenization.ipynb #f7b34d62
 class TokenizedTexts:
     "The tokens, masks and labels of all examples, each in one block of memory."
 
@@ -209,7 +209,7 @@ def _special_ids(tokenizer: Any) -> set[int]:
         number for number, token in tokenizer.added_tokens_decoder.items() if token.special
     }
 
-
+# %% ../../nbs/data/04_tokenization.ipynb #3a329126
 def _read_conversation(
     messages: list[dict[str, Any]], tokenizer: Any
 ) -> tuple[list[int], np.ndarray]:
@@ -257,7 +257,7 @@ def closing_token(tokenizer: Any) -> int | None:
     last = int(np.array(ids)[loss_mask][-1]) if loss_mask.any() else None
     return last if last in _special_ids(tokenizer) else None
 
-
+# %% ../../nbs/data/04_tokenization.ipynb #d4e4262c
 def tokenize_chats(
     chats: list[list[dict[str, Any]]], tokenizer: Any, max_length: int
 ) -> TokenizedTexts:

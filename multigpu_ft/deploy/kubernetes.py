@@ -257,7 +257,7 @@ def _config_maps(cfg: RunConfig, resources: Resources, name: str, offline: bool)
         for which, data in files.items()
     ]
 
-
+# %% ../../nbs/deploy/05_kubernetes.ipynb #c8afa606
 def _tensorboard(resources: Resources, name: str) -> list[Manifest]:
     marks, whole, space = labels(name, "tensorboard"), f"{name}-tensorboard", resources.namespace
     ports = [{"name": "http", "port": TENSORBOARD_PORT, "targetPort": "http"}]
@@ -467,7 +467,7 @@ class Manifests:
         manifests = [(m["kind"], m["metadata"]["name"]) for m in self.manifests]
         return html_table([*facts, *remarks, *manifests])
 
-
+# %% ../../nbs/deploy/05_kubernetes.ipynb #f886c8ce
 def deploy_kubernetes(
     cfg: RunConfig,
     resources: Resources | str | Path | dict[str, Any],

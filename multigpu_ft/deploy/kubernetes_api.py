@@ -56,7 +56,7 @@ def _said(error: Any) -> str:
     except (ValueError, KeyError, TypeError):
         return f"{error.status} {error.reason}"
 
-
+# %% ../../nbs/deploy/03_kubernetes_api.ipynb #568dd543
 class _Cluster:
     "Looks up, sends and removes objects of any kind."
 

@@ -186,7 +186,7 @@ def node_template(
         "spec": _spec(resources, container, volumes, **more),
     }
 
-
+# %% ../../nbs/deploy/04_kubernetes_pods.ipynb #c77bb371
 def _volumes(resources: Resources, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     "Return the volumes of a node's pod and where they are mounted."
     memory = bytes_of(resources.resources.gpu.memory) // 4 // 2**20

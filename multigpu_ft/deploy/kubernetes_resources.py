@@ -106,7 +106,7 @@ def _as_text(value: Any) -> Any:
         )
     return str(value) if isinstance(value, (int, float)) else value
 
-
+# %% ../../nbs/deploy/02_kubernetes_resources.ipynb #65f75c6b
 _Name = Annotated[
     str,
     _named(r"[a-z]([-a-z0-9]*[a-z0-9])?", 40, "lower-case letters, digits and '-', a letter first"),
@@ -202,7 +202,7 @@ class _Loader(yaml.SafeLoader):
             )
         return super().compose_node(parent, index)
 
-
+# %% ../../nbs/deploy/02_kubernetes_resources.ipynb #2261eed2
 class Resources(_Section):
     """The resources a run gets from a cluster; `Resources.read` reads them from a file.
 
@@ -286,7 +286,7 @@ class Resources(_Section):
             )
         return cls(**{str(key): value for key, value in values.items()})
 
-
+# %% ../../nbs/deploy/02_kubernetes_resources.ipynb #c5103375
 _KEYS = [
     key
     for section in (Resources, Compute, Gpu, SharedVolume, Toleration)

@@ -119,7 +119,7 @@ def _inputs(channels: list[dict[str, Any]]) -> list[Any]:
         )
     return inputs
 
-
+# %% ../../nbs/deploy/07_sagemaker.ipynb #fc268c15
 class SageMakerJob:
     """A training job that can be sent.
 
@@ -480,7 +480,7 @@ def _default_region() -> str:
         )
     return region
 
-
+# %% ../../nbs/deploy/07_sagemaker.ipynb #01a0e13f
 def _remarks(cfg: RunConfig, resources: SageMakerResources, gpus: int | None) -> list[str]:
     said = []
     rarely = not cfg.save_every and (cfg.save_minutes is None or cfg.save_minutes > 15)

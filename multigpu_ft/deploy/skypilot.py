@@ -274,7 +274,7 @@ def deploy_skypilot(
         made.write(out)
     return made.submit() if submit else made
 
-
+# %% ../../nbs/deploy/08_skypilot.ipynb #e4fe76de
 def _task(
     cfg: RunConfig,
     num_nodes: int,
@@ -343,7 +343,7 @@ def _recovery(anywhere: bool) -> dict[str, Any]:
         "recover_on_exit_codes": [STOPPED_EXIT_CODE],
     }
 
-
+# %% ../../nbs/deploy/08_skypilot.ipynb #0b1f564f
 def _remarks(cfg: RunConfig, spot: bool, recover: bool, storage: str) -> list[str]:
     said = []
     if spot and not recover:

@@ -260,7 +260,7 @@ def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> 
         f'background:{_STATE_COLORS[status["state"]]}"></div></div><div>{" · ".join(words)}</div>'
     )
 
-
+# %% ../../nbs/display/03_panel.ipynb #b040bb76
 def _facts(task: str, status: dict[str, Any], curve: Curve) -> list[tuple[str, str]]:
     "Return names and values from the newest logged step."
     last, unit = curve.last, "text" if task == "classification" else "token"
@@ -315,7 +315,7 @@ def _end_of_loss(after: float | None, curve: Curve) -> str:
         else "then not finite"
     )
 
-
+# %% ../../nbs/display/03_panel.ipynb #31e83f6c
 def summary_html(run: Any) -> str:
     """The end of a `launcher.Run` as HTML without scripts or style sheets: state, loss, time,
     where its results are; the exception if it failed."""

@@ -133,7 +133,7 @@ def _answers(
         )
     return answers
 
-
+# %% ../../nbs/distributed/04_deepspeed_config.ipynb #050f368f
 def _all_auto(section: Any) -> bool:
     return all(map(_all_auto, section.values())) if isinstance(section, dict) else section == "auto"
 
@@ -208,7 +208,7 @@ def _said(cfg: RunConfig) -> str:
         else f"deepspeed_config={cfg.deepspeed_config!r}"
     )
 
-
+# %% ../../nbs/distributed/04_deepspeed_config.ipynb #f3d6c224
 def _parse(cfg: RunConfig) -> dict[str, Any]:
     text = cfg.deepspeed_config
     try:
@@ -272,7 +272,7 @@ def bucket_size(trained: list[int]) -> int:
     would keep one that doesn't whole until the step."""
     return max(min(_BUCKET, -(-sum(trained) // 4)), *trained, 1)
 
-
+# %% ../../nbs/distributed/04_deepspeed_config.ipynb #9674662d
 def zero_settings(
     cfg: RunConfig, world_size: int, dtype: str, trained: list[int], whole_below: int = 0
 ) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def wait_for_rank_0() -> None:
     dist.barrier(group=patient)
     dist.destroy_process_group(patient)
 
-
+# %% ../../nbs/distributed/02_weights.ipynb #7b660676
 def _send_rows(data: torch.Tensor, rank: int, ranks: int) -> None:
     "Send each rank its rows of `data`, as FSDP cuts them. Memory that isn't written to isn't used."
     parts = torch.chunk(data, ranks)
@@ -211,7 +211,7 @@ def _describe(
         },
     )
 
-
+# %% ../../nbs/distributed/02_weights.ipynb #14020d10
 def _repack(
     data: torch.Tensor, state: dict[str, Any], module: nn.Module, device: torch.device
 ) -> nn.Parameter:

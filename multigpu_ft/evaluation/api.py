@@ -103,7 +103,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 def _is_same_model(one: str, other: str) -> bool:
     return one == other or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())
 
-
+# %% ../../nbs/evaluation/07_api.ipynb #8b16e1e6
 def _report_folder(
     models: list[FineTuned], runs: list[RunDir], hf_repo: str | None, run_root: str | None
 ) -> Path:
@@ -242,7 +242,7 @@ def evaluate(
         copy_to_kept(newest, evaluation.folder)
     return evaluation
 
-
+# %% ../../nbs/evaluation/07_api.ipynb #6fa348a1
 def _score_on_ranks(plan: Plan, nproc: int | None) -> Measured:
     "Start the ranks and show their progress in one line. Returns their scores."
     line = LiveLine()

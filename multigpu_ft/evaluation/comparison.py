@@ -149,7 +149,7 @@ def _loss_text(
     )
     return NO_DIFFERENCE, f"{said}{around}, but {interval} contains 0"
 
-
+# %% ../../nbs/evaluation/03_comparison.ipynb #3ce70238
 def _accuracy_text(
     change: ConfidenceInterval, before: float, after: float, gained: int, lost: int, p_value: float
 ) -> tuple[str, str]:
@@ -339,7 +339,7 @@ def texts_seen(model: dict[str, Any]) -> float:
         seen += (s["end_idx"] - s["start_idx"]) * epochs
     return seen
 
-
+# %% ../../nbs/evaluation/03_comparison.ipynb #6c2d8b94
 class Compared:
     "The models of an evaluation compared with their base: `target`, `forgetting`, and `remarks`."
 
@@ -431,7 +431,7 @@ class Compared:
             )
         return found
 
-
+# %% ../../nbs/evaluation/03_comparison.ipynb #57fbed21
 def _disagree(change: Difference | None) -> bool:
     "Return whether loss and accuracy both rise, or both fall."
     if not change or not change.accuracy or not change.loss:

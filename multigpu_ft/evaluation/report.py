@@ -229,7 +229,7 @@ def _badge(verdict: str) -> str:
     style = "color:#fff;border-radius:4px;padding:2px 10px;font-weight:bold"
     return f'<span style="background:{_COLORS[verdict]};{style}">{verdict}</span>'
 
-
+# %% ../../nbs/evaluation/06_report.ipynb #72d74869
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
@@ -390,7 +390,7 @@ class Evaluation:
         write_json(self.folder / "evaluation.json", record)
         return record
 
-
+# %% ../../nbs/evaluation/06_report.ipynb #de8867c7
 def _verdicts_html(compared: Compared) -> list[str]:
     style = "border-left:5px solid #c62828;padding:2px 10px;margin:6px 0;font-weight:bold"
     parts = [f'<div style="{style}">{_html(warning)}</div>' for warning in compared.warnings]

@@ -412,7 +412,7 @@ def _activity(model: FineTuned, found: _Found, base: _Found, target: _Data) -> d
         "largest_difference": float((gap / np.maximum(1, target.tokens.targets)).max()),
     }
 
-
+# %% ../../nbs/evaluation/04_scoring.ipynb #1175044b
 def _remarks(
     plan: Plan,
     material: _Material,

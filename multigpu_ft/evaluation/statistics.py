@@ -84,7 +84,7 @@ def ratio_estimates(
         for r, a, b in zip(ratios, low, high, strict=True)
     ]
 
-
+# %% ../../nbs/evaluation/02_statistics.ipynb #2d8a72a7
 def _pivots(
     share: np.ndarray, residuals: np.ndarray, draws: int, rng: np.random.Generator
 ) -> np.ndarray:

@@ -205,7 +205,7 @@ def _jsonl_path(name: str, value: str | Path) -> Path:
 def _folder(output: Path) -> Path:
     return output.with_name(output.name + ".run")
 
-
+# %% ../../nbs/generation/11_api.ipynb #fd6deebb
 def _earlier_val_output(folder: Path) -> str | None:
     "Return the validation file that the last generation in `folder` was to write."
     try:

@@ -185,7 +185,7 @@ def _name_of(run: RunDir, status: dict[str, Any]) -> str:
     checkpoint = status.get("checkpoint")
     return checkpoint if checkpoint and not run.config().keep_best else run.name
 
-
+# %% ../../nbs/generation/01_fine_tuned.ipynb #45d03e51
 def _ledger(run: RunDir) -> list[dict[str, Any]]:
     "Return the slices `run` was trained on, even if its checkpoints are gone."
     for checkpoint in reversed(run.checkpoints()):
@@ -323,7 +323,7 @@ def _named(name: str, runs: list[RunDir], known: list[Path]) -> list[Path]:
     where = f" in {runs[-1].name}" if runs else ""
     raise CheckpointError(f"no checkpoint {name!r}{where}; available: {there}.")
 
-
+# %% ../../nbs/generation/01_fine_tuned.ipynb #4c36ae20
 def _distinct(models: list[FineTuned]) -> list[FineTuned]:
     "Make the names unique, by the name of the run where that helps; `base` is reserved."
     names = ["base", *(model.name for model in models)]

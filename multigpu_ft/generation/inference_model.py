@@ -161,7 +161,7 @@ class Loaded:
             )
         core.chunked = self.world.max(float(not checks["chunked"])) == 0
 
-
+# %% ../../nbs/generation/04_inference_model.ipynb #93541b1a
 def _put_on(fine_tuned: FineTuned, model: nn.Module, cfg: RunConfig) -> nn.Module:
     "Add an adapter of the same kind as that of `fine_tuned`; its weights are loaded later."
     if fine_tuned.is_checkpoint:

@@ -78,7 +78,7 @@ def load_questions(
         raise DataError(f"{cfg.dataset} has no question in {span}: {reasons}.")
     return found, left_out
 
-
+# %% ../../nbs/generation/06_prompts.ipynb #57c98f19
 def _messages(
     row: dict[str, Any], messages_field: str, question_field: str, location: str
 ) -> list[dict[str, Any]]:

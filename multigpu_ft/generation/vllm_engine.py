@@ -52,7 +52,7 @@ class VLLMDecoder:
                 finished.append(Answer(request, list(made.token_ids), reason))
         return finished
 
-
+# %% ../../nbs/generation/05_vllm_engine.ipynb #b6310336
 # the only values vLLM accepts for max_lora_rank: vllm.config.lora.MaxLoRARanks
 _LORA_RANKS = [1, 8, 16, 32, 64, 128, 256, 320, 512]
 

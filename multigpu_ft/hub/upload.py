@@ -131,7 +131,7 @@ def _sha256(source: Path | bytes) -> str:
         else digest(source)["sha256"]
     )
 
-
+# %% ../../nbs/hub/04_upload.ipynb #002ffedd
 class _Pass:
     """The repository of a run as it is now, and what is sent to it.
 

@@ -397,7 +397,7 @@ def _call(run_dir: RunDir) -> int:
     run_dir.update_status(state="failed" if failure else "done", failure=failure)
     return 1 if failure else 0
 
-
+# %% ../../nbs/launcher/05_agent.ipynb #ffeaa215
 def _launch(
     run_dir: RunDir,
     module: str,

@@ -111,7 +111,7 @@ def launch(
         )
     return call(run_script, (str(what), *args), nproc)
 
-
+# %% ../../nbs/launcher/10_api.ipynb #814d1a6b
 def _launch_run(
     cfg: RunConfig,
     wait: bool,
@@ -167,7 +167,7 @@ def _launch_run(
         raise
     return run.wait(panel=panel) if wait else run
 
-
+# %% ../../nbs/launcher/10_api.ipynb #2aa94d27
 class Runs(list[Run]):
     "Runs, oldest first, shown as a table with name, state, step, loss and age."
 
@@ -215,7 +215,7 @@ def runs(run_root: str | Path | None = None) -> Runs:
             found.append(Run(path.parent))
     return found
 
-
+# %% ../../nbs/launcher/10_api.ipynb #96634c55
 def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str], str | None]:
     """Return what the run will resume from, in words, remarks, and the revision on the Hub.
 

@@ -222,7 +222,7 @@ def _interrupt(agent: subprocess.Popen) -> None:
     while agent.poll() is None and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
 
-
+# %% ../../nbs/launcher/02_functions.ipynb #c0b8be38
 def _outcome(run_dir: RunDir, agent: subprocess.Popen) -> Any:
     failure = run_dir.status().get("failure")
     if failure:
@@ -296,7 +296,7 @@ def run_script(path: str, *words: Any) -> None:
     sys.path.insert(0, str(Path(path).resolve().parent))
     runpy.run_path(path, run_name="__main__")
 
-
+# %% ../../nbs/launcher/02_functions.ipynb #4402ad17
 def _pack_for_the_kernel(result: Any) -> bytes:
     "Pickle `result` with its tensors in host memory: the kernel must not use a GPU."
     import cloudpickle

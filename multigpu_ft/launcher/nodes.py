@@ -133,7 +133,7 @@ def open_run(cfg: RunConfig, node: Node, end_idx: int | None) -> RunDir:
     (node_dir.path / "stop").unlink(missing_ok=True)
     return node_dir
 
-
+# %% ../../nbs/launcher/08_nodes.ipynb #0ccd426b
 def start_supervisor(node_dir: RunDir, node: Node) -> subprocess.Popen:
     "Start the supervisor of `node`, or the agent on a single machine."
     if node_dir.config().nnodes == 1:

@@ -45,7 +45,7 @@ _SAVE_GRACE_S = 300.0
 class Terminated(KeyboardInterrupt):
     "SIGTERM, where it works like an interrupt."
 
-
+# %% ../../nbs/launcher/09_run.ipynb #95c92af5
 class Run:
     "A handle on the run in a directory, training or finished."
 

@@ -296,7 +296,7 @@ def _settle(slices: Slices) -> None:
             )
         time.sleep(0.2)
 
-
+# %% ../../nbs/launcher/12_slices.ipynb #5c2c9a08
 def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
     "Run one slice under papermill. Returns whether it was interrupted."
     values = {k: "none" if v is None else v for k, v in changed_settings(settings).items()}

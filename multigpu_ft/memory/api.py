@@ -104,7 +104,7 @@ _COLORS = {
 def _hours(hours: float) -> str:
     return f"{max(1, hours * 60):.0f} min" if hours < 1.5 else f"{hours:.1f} h"
 
-
+# %% ../../nbs/memory/06_api.ipynb #55d3e3ca
 class Estimate:
     """The estimate of `config` on `gpus` of the kind `gpu`.
 
@@ -394,7 +394,7 @@ class Estimate:
         figure.legend(loc="outside right upper", frameon=False, fontsize=9)
         return figure
 
-
+# %% ../../nbs/memory/06_api.ipynb #967117df
 def _rows(cfg: RunConfig) -> tuple[int, bool]:
     "Return the rows of the slice, and whether they are known; the data may be elsewhere."
     try:

@@ -64,7 +64,7 @@ def _device_memory(layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.T
         else new
     )
 
-
+# %% ../../nbs/memory/02_fake_strategies.ipynb #e78e5053
 class _Simulated:
     "A mix-in that reports a strategy's tensors to the tracker."
 
@@ -128,7 +128,7 @@ class _Single(_Simulated, Single):
 class _FSDP(_Simulated, FSDP):
     pass
 
-
+# %% ../../nbs/memory/02_fake_strategies.ipynb #99b3ff4b
 class _DDP(_Simulated, DDP):
     def _wrap(self, model: nn.Module) -> nn.Module:
         wrapped = super()._wrap(model)
@@ -157,7 +157,7 @@ class _HostOptimizer(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         pass
 
-
+# %% ../../nbs/memory/02_fake_strategies.ipynb #e14bd743
 class _ZeRO12(_Simulated, Single):
     def prepare(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], streamed: bool = False
@@ -243,7 +243,7 @@ class _ZeRO12(_Simulated, Single):
             p.grad = None
         return torch.zeros(())
 
-
+# %% ../../nbs/memory/02_fake_strategies.ipynb #0aec0107
 class _ZeRO3(_Simulated, FSDP):
     def prepare(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], Any], streamed: bool = False
@@ -315,7 +315,7 @@ class _ZeRO3(_Simulated, FSDP):
         super().step()
         self._line = None
 
-
+# %% ../../nbs/memory/02_fake_strategies.ipynb #1eb8a1f7
 STRATEGIES = {
     "single": _Single,
     "ddp": _DDP,

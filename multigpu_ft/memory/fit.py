@@ -86,7 +86,7 @@ def _cache() -> Path:
         / "estimates"
     )
 
-
+# %% ../../nbs/memory/04_fit.ipynb #b74c375e
 class Simulations:
     """Answers to requests, from memory, from disk, or from a process.
 
@@ -192,7 +192,7 @@ class Simulations:
             self._process.communicate()
             self._process = None
 
-
+# %% ../../nbs/memory/04_fit.ipynb #25f531f5
 @contextmanager
 def simulations() -> Iterator[Simulations]:
     "Provide simulations whose process ends with the block, even after an interrupt."
@@ -412,7 +412,7 @@ class Remedy:
         speed = f", about {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ""
         return f"{said}: {self.peak / 2**30:.1f} GiB{speed}"
 
-
+# %% ../../nbs/memory/04_fit.ipynb #d3d0505b
 def remedies(ask: Simulations, fit: Fit, most: int | None = None) -> list[Remedy]:
     """Return changes that make `fit`'s configuration fit, the fastest first.
 

@@ -145,7 +145,7 @@ class Cost:
         "The speed relative to the same number of GPUs without communication."
         return self.computing / self.seconds
 
-
+# %% ../../nbs/memory/05_scaling.ipynb #23027490
 def _state(shape: Shape, layout: str, nodes: int, gpus: int) -> float:
     shards = {"ddp": 1, "hybrid_shard": gpus}.get(layout, gpus * nodes)
     kept = (16 * shape.trainable + shape.width * (shape.parameters - shape.trainable)) / shards
@@ -441,7 +441,7 @@ def communication(
             costs.append(Cost(layout, count, inside, between, computing, seconds, state))
     return Communication(cfg, shape, kind, gpus, link, network, mfu, costs)
 
-
+# %% ../../nbs/memory/05_scaling.ipynb #89fdd891
 def read_shape(cfg: RunConfig, gpu: GPU, gpus: int) -> Shape:
     "Return the `Shape` of `cfg` on a node with `gpus` of the kind `gpu`, simulated under fsdp."
     dtype = gpu.dtype if cfg.dtype == "auto" else cfg.dtype

@@ -119,7 +119,7 @@ class NoTokenizer:
     def __len__(self) -> int:
         return 0
 
-
+# %% ../../nbs/memory/03_simulation.ipynb #4e5d07b2
 @contextmanager
 def _local_model(cfg: RunConfig, blocks: int | None) -> Iterator[tuple[RunConfig, int | None]]:
     """Return `cfg` with its model as a folder with only a configuration, and its number of blocks.
@@ -352,7 +352,7 @@ def simulate(
             found = _simulate(local, gpu, gpus, kind, ShapeEnv())
     return {**found, "of_blocks": own or found["blocks"]}
 
-
+# %% ../../nbs/memory/03_simulation.ipynb #a4743df8
 @dataclass(frozen=True)
 class _Setup:
     "The parts of a simulation, before any tensor is counted."
@@ -428,7 +428,7 @@ def _set_up(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> _Setup:
         streamed=streamed,
     )
 
-
+# %% ../../nbs/memory/03_simulation.ipynb #3cc66efd
 def _loading_bytes(
     shell: nn.Module, dtype: torch.dtype, quantization: str, streamed: bool
 ) -> float:
@@ -507,7 +507,7 @@ def _counts(strategy: Single) -> tuple[int, int]:
     trainable = sum(p.numel() for p in strategy.model.parameters() if p.requires_grad)
     return trainable, sum(count for _, count in count_weights(strategy.model))
 
-
+# %% ../../nbs/memory/03_simulation.ipynb #47a24cb2
 def _memory(cfg: RunConfig, strategy: Single, setup: _Setup) -> dict[str, Any]:
     "Return bytes on a GPU, in host memory and on disk."
     trainable, total = _counts(strategy)

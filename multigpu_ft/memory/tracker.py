@@ -61,7 +61,7 @@ def _size(storage: torch.UntypedStorage) -> int:
     size = storage.nbytes()
     return size if isinstance(size, int) else 0  # as many as the data will have; there is no data
 
-
+# %% ../../nbs/memory/01_tracker.ipynb #77819e43
 class MemoryTracker(TorchDispatchMode):
     """Records each storage that is allocated or freed while it is active.
 
@@ -258,7 +258,7 @@ class _Piece:
     before: "_Piece | None" = field(default=None, repr=False)
     after: "_Piece | None" = field(default=None, repr=False)
 
-
+# %% ../../nbs/memory/01_tracker.ipynb #f32aef77
 class CachingAllocator:
     """The sizes in torch's caching allocator for CUDA.
 
@@ -335,7 +335,7 @@ class CachingAllocator:
             self.reserved -= sum(piece.size for piece in unused)
             self._free[pool] = [entry for entry in entries if entry[2] not in unused]
 
-
+# %% ../../nbs/memory/01_tracker.ipynb #a31aa67d
 def reserved_bytes(tracker: MemoryTracker, limit: float = float("inf")) -> int:
     """Return the most bytes the caching allocator would reserve for the storages of `tracker`.
 

@@ -198,7 +198,7 @@ def order_labels(names: list[str], cfg: RunConfig, tokenizer: PreTrainedTokenize
         else names
     )
 
-
+# %% ../../nbs/models/02_loading.ipynb #49fc9a10
 def load_shell(
     cfg: RunConfig,
     tokenizer: PreTrainedTokenizerBase,

@@ -191,7 +191,7 @@ def _is_turned(layer: nn.Module) -> bool:
         getattr(getattr(layer, "source_cls", None), "__name__", ""),
     )
 
-
+# %% ../../nbs/models/04_lora.ipynb #335011e6
 def merged_weights(
     model: nn.Module, dtype: torch.dtype, keep: bool = True
 ) -> dict[str, torch.Tensor]:

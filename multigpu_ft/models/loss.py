@@ -73,7 +73,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.gradients = None
         return *gradients, None, None, None, None
 
-
+# %% ../../nbs/models/05_loss.ipynb #41a614be
 def chunked_cross_entropy(
     hidden: torch.Tensor,
     head: nn.Module,
@@ -188,7 +188,7 @@ class LossModel(nn.Module):
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
         return losses.sum() * scale, losses.detach()
 
-
+# %% ../../nbs/models/05_loss.ipynb #69ae4980
 class ClassifierLoss(nn.Module):
     "A sequence classifier of transformers, also in peft, whose output is its loss."
 

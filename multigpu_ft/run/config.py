@@ -31,7 +31,7 @@ def _field(
         default, description=help, ge=low, le=high, gt=above, json_schema_extra={"group": group}
     )
 
-
+# %% ../../nbs/run/04_config.ipynb #b2c2467b
 BUILTIN_MODEL = "builtin:opt-tiny"
 BUILTIN_DATASET = "builtin:python-docs"
 _FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR = 1e-3, 2e-5, 2e-4
@@ -594,7 +594,7 @@ def _conflicts(cfg: RunConfig) -> Iterator[str]:
             "the peak rate would never be reached"
         )
 
-
+# %% ../../nbs/run/04_config.ipynb #e52f2a41
 def _tuning_conflicts(cfg: RunConfig) -> Iterator[str]:
     "Yield the conflicts of tuning and quantization."
     if cfg.quantized and cfg.quantization not in ("auto", cfg.quantized):

@@ -97,7 +97,7 @@ def whole_records(lines: list[bytes]) -> list[dict[str, Any]]:
                 found.append(record)
     return found
 
-
+# %% ../../nbs/run/05_run_dir.ipynb #08dcabb0
 _OF_THE_NAME = (
     errno.ENAMETOOLONG,
     errno.ENOTDIR,
@@ -122,7 +122,7 @@ def _making(cfg: RunConfig) -> Iterator[None]:
             "or choose another run_name."
         ) from None
 
-
+# %% ../../nbs/run/05_run_dir.ipynb #81b90a1e
 _KINDS = {  # of what others read in status.json
     "state": str,
     "pids": dict,
@@ -330,7 +330,7 @@ class RunDir:
             key=saved_at,
         )
 
-
+# %% ../../nbs/run/05_run_dir.ipynb #52fbb1b6
 def commit_digest(commit: dict[str, Any]) -> str:
     "Return the digest of a commit, which is stored with it."
     return hashlib.sha256(json.dumps(commit, sort_keys=True).encode()).hexdigest()

@@ -85,7 +85,7 @@ def histograms(strategy: Single) -> dict[str, Histogram]:
         dist.all_reduce(counted)
     return _as_histograms(list(parts), edges.cpu().numpy(), counted.cpu().numpy()) if main else {}
 
-
+# %% ../../nbs/tracking/04_histograms.ipynb #87796764
 def _as_histograms(
     names: list[str], edges: np.ndarray, counted: np.ndarray
 ) -> dict[str, Histogram]:

@@ -59,7 +59,7 @@ def runs_of(line: str, *roots: Path) -> list[RunDir]:
         key=lambda run: run.status().get("launched", 0),
     )
 
-
+# %% ../../nbs/tracking/02_lineage.ipynb #e0a7bba4
 def choose_line(
     run_dir: RunDir,
     cfg: RunConfig,

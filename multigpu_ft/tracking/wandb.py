@@ -390,7 +390,7 @@ def _unsynced_files(run_dir: RunDir, status: dict[str, Any]) -> dict[Path, list[
     paths = [path for run in runs for path in _wandb_files(run) if not _is_synced(path)]
     return {path: logged_steps(path) for path in paths}
 
-
+# %% ../../nbs/tracking/05_wandb.ipynb #04248329
 class _Missing:
     "What W&B lacks: offline `files` with their steps, and `records` of steps in no file."
 

@@ -141,7 +141,7 @@ def self_check(
 def _rms(values: torch.Tensor) -> float:
     return (values.norm() / max(1, len(values)) ** 0.5).item()
 
-
+# %% ../../nbs/training/04_setup.ipynb #7ab6d57a
 def choose_packing(
     cfg: RunConfig, exact: dict[str, bool], texts: TokenizedTexts, model: nn.Module, world_size: int
 ) -> tuple[str, str]:

@@ -109,7 +109,7 @@ class _StepEnd:
     evaluate: bool
     log: bool
 
-
+# %% ../../nbs/training/05_trainer.ipynb #37296eaa
 class Training:
     "One rank's part of a run: its state, and the loop over epochs and steps."
 
