@@ -475,7 +475,7 @@ def deploy_kubernetes(
     target: Literal["job", "trainjob"] = "job",
     submit: bool = False,
 ) -> Manifests:
-    """What `cfg` is in a cluster, written to a folder and, only if asked, sent.
+    """Render `cfg` for a cluster, write it to a folder and, only if asked, sent.
 
     Args:
         cfg: the run; its run_root, run_name, nproc and tracker become the cluster's

@@ -280,7 +280,7 @@ class SageMakerJob:
 # %% ../../nbs/deploy/07_sagemaker.ipynb #5a9e1c31
 @dataclass(frozen=True)
 class SageMakerResources:
-    """What a job requests from SageMaker.
+    """The resources that a job requests from SageMaker.
 
     The fields are the parameters of `deploy_sagemaker`, which describes them."""
 

@@ -408,10 +408,8 @@ def _launch(
 ) -> dict[str, Any] | None:
     "Run `module` on this machine's ranks until they end. Returns their failure, or None."
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    endpoint, node_dir = (
-        endpoint or NodeEndpoint(),
-        run_dir.of_node(endpoint.node_rank if endpoint else 0),
-    )
+    node_dir = run_dir.of_node(endpoint.node_rank if endpoint else 0)
+    endpoint = endpoint or NodeEndpoint()
     for name in (
         "GLOO_SOCKET_IFNAME",
         "NCCL_SOCKET_IFNAME",

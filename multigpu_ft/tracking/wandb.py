@@ -392,7 +392,7 @@ def _unsynced_files(run_dir: RunDir, status: dict[str, Any]) -> dict[Path, list[
 
 # %% ../../nbs/tracking/05_wandb.ipynb #04248329
 class _Missing:
-    "What W&B lacks: offline `files` with their steps, and `records` of steps in no file."
+    "The steps that W&B lacks: offline `files` with their steps, and `records` of steps in no file."
 
     def __init__(self, records: list[dict[str, Any]], files: dict[Path, list[int]]) -> None:
         self.records, self.files = records, files
