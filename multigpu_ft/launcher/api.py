@@ -237,7 +237,7 @@ def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str], str | 
             + (
                 ""
                 if cfg.resume_file == "none"
-                else f"; {cfg.run_root} has no checkpoint of it and its data"
+                else f"; there is no checkpoint of it and its data under {cfg.run_root}"
             ),
             [],
             None,
