@@ -13,9 +13,15 @@ RECORD = Path(__file__).with_name("public_names.json")
 
 
 def members(thing):
-    "Parameters of a function; public members of a class, methods with their parameters."
+    "Parameters of a function; public members of a class and of those it is made from, methods with their parameters."
     if inspect.isclass(thing):
-        own = {name: value for name, value in vars(thing).items() if not name.startswith("_")}
+        ours = [cls for cls in reversed(thing.__mro__) if cls.__module__.startswith("multigpu_ft")]
+        own = {
+            name: value
+            for cls in ours
+            for name, value in vars(cls).items()
+            if not name.startswith("_")
+        }
         return {
             name: list(inspect.signature(v).parameters) if inspect.isfunction(v) else ""
             for name, v in own.items()
