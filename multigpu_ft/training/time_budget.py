@@ -10,6 +10,33 @@ import time
 
 from ..run.config import RunConfig
 
+# %% ../../nbs/training/03_time_budget.ipynb #482b03f3
+class _StepTimes:
+    "How long steps take: a moving average, and the longest of late."
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean_s = 0.0
+        self.longest_s = 0.0
+        self._last = time.monotonic()
+
+    def end_step(self) -> None:
+        now = time.monotonic()
+        took = now - self._last
+        self._last = now
+        self.count += 1
+        # the first one warms up
+        if self.count > 1:
+            self.longest_s = max(took, 0.9 * self.longest_s)
+            self.mean_s = took if self.count == 2 else 0.9 * self.mean_s + 0.1 * took
+
+
+def _clock(seconds: float, needed: float) -> str:
+    "Return `seconds` as a time of day, or the hours `needed` if that is about a day or more."
+    if needed < 86_000:
+        return time.strftime("%H:%M:%S", time.gmtime(seconds))
+    return f"{needed / 3600:.0f} hours"
+
 # %% ../../nbs/training/03_time_budget.ipynb #23f63b45
 _ALLOWANCE_S = 5.0  # time that processes need to end
 _SLOW_DISK = 50e6  # bytes per second
@@ -41,23 +68,15 @@ class TimeBudget:
         by_hours = limits and self._allowed == limits[0]
         self._limit = f"max_hours={cfg.max_hours:g}" if by_hours else "the end of the session"
         self._begun = time.monotonic() - max(0.0, now - launched)
-        self._last_save = self._last_step = time.monotonic()
-        self._steps = 0
-        self._step_s = 0.0
-        self._longest_step = 0.0
+        self._last_save = time.monotonic()
+        self._steps = _StepTimes()
         self._save_s = save_bytes / _SLOW_DISK
         self._saves = 0
         self._forecast_made = False
 
     def step(self) -> None:
         "Record the end of a step."
-        now = time.monotonic()
-        took = now - self._last_step
-        self._last_step = now
-        self._steps += 1
-        if self._steps > 1:  # the first one warms up
-            self._longest_step = max(took, 0.9 * self._longest_step)
-            self._step_s = took if self._steps == 2 else 0.9 * self._step_s + 0.1 * took
+        self._steps.end_step()
 
     def save_began(self) -> None:
         self._last_save = time.monotonic()
@@ -79,22 +98,19 @@ class TimeBudget:
         return self._allowed - (time.monotonic() - self._begun) - saving - _ALLOWANCE_S
 
     def out_of_time(self) -> bool:
-        return self._allowed is not None and self._left() < 2 * self._longest_step
+        return self._allowed is not None and self._left() < 2 * self._steps.longest_s
 
     def forecast(self, step: int, total_steps: int) -> str | None:
         "Return, once, a remark that `total_steps` will not be reached; `None` if they will, or if it was made before."
-        if self._allowed is None or self._forecast_made or self._steps < _STEPS_TO_JUDGE:
+        if self._allowed is None or self._forecast_made or self._steps.count < _STEPS_TO_JUDGE:
             return None
         self._forecast_made = True
-        needed = (total_steps - step) * self._step_s
+        needed = (total_steps - step) * self._steps.mean_s
         if needed <= self._left():
             return None
-        reached = step + max(0, int(self._left() / self._step_s) - 1)
-        if needed < 86_000:
-            total = time.strftime("%H:%M:%S", time.gmtime(needed + time.monotonic() - self._begun))
-        else:
-            total = f"{needed / 3600:.0f} hours"
+        reached = step + max(0, int(self._left() / self._steps.mean_s) - 1)
+        end = _clock(needed + time.monotonic() - self._begun, needed)
         return (
-            f"at {self._step_s:.3g} s per step the slice would end {total} after launch, beyond {self._limit}; "
+            f"at {self._steps.mean_s:.3g} s per step the slice would end {end} after launch, beyond {self._limit}; "
             f"it stops and saves after about step {min(reached, total_steps):,} of {total_steps:,}"
         )

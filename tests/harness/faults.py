@@ -150,7 +150,7 @@ def traced(epoch_steps, run_dir, rank):
 
 
 def guarded(run, run_dir, rank):
-    "Wrap `Training.run` to record the digest of this rank's frozen parameters before and after."
+    "Wrap `train` to record the digest of this rank's frozen parameters before and after."
     import torch
 
     def frozen(training):
@@ -171,7 +171,7 @@ def guarded(run, run_dir, rank):
 
 
 def delayed(finish, seconds):
-    "Wrap `Training.finish` to wait, as for a disk or an upload, before it writes how the run ended."
+    "Wrap `finish` to wait, as for a disk or an upload, before it writes how the run ended."
 
     def late(training, outcome):
         time.sleep(seconds)
@@ -256,11 +256,9 @@ def be_rank(run_dir, rank, nproc, agent, store):
         "gloo", store=trainer.dist.FileStore(store, nproc), rank=rank, world_size=nproc
     )
     trainer.epoch_steps = traced(trainer.epoch_steps, run_dir, rank)
-    trainer.Training.run = guarded(trainer.Training.run, run_dir, rank)
+    trainer.train = guarded(trainer.train, run_dir, rank)
     if rank == 0:
-        trainer.Training.finish = delayed(
-            trainer.Training.finish, float(os.environ.get("DELAY_S", 0))
-        )
+        trainer.finish = delayed(trainer.finish, float(os.environ.get("DELAY_S", 0)))
     trainer.main(RunDir(run_dir), stop)
 
 
