@@ -18,7 +18,7 @@ from torch import nn
 
 from .deepspeed_config import MAX_LIVE, require_packages, zero_settings
 from .strategies import Single
-from .weights import let_go, trim_heap
+from .weights import free_storage, trim_heap
 from .world import TensorShard, SavedParts, World
 from ..models.blocks import transformer_blocks
 from ..models.quantization import elements
@@ -202,7 +202,7 @@ class ZeRO(Accelerated):
                 Init(module=unit, config_dict_or_path=self.settings, dtype=self.dtype)
             done.add(unit)
             if self.stage == 3 or self.world.device.type != "cpu":
-                let_go(originals)
+                free_storage(originals)
                 trim_heap()
 
     @property
