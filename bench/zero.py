@@ -77,11 +77,8 @@ def kept_bytes(strategy, micro_batches, targets):
     )
     inner = getattr(strategy.optimizer, "optimizer", strategy.optimizer)
     zero, inner = inner, getattr(inner, "optimizer", inner)
-    copies = {
-        at: size
-        for at, size in storages(strategy._flat() if hasattr(strategy, "_flat") else []).items()
-        if at not in parameters
-    }
+    updated = strategy.partition.flat() if hasattr(strategy, "partition") else []
+    copies = {at: size for at, size in storages(updated).items() if at not in parameters}
     moments = storages(
         t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.ndim
     )

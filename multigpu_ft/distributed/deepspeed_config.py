@@ -60,6 +60,8 @@ _OF_ZERO = (
     "offload_param.buffer_size",
     "offload_param.max_in_cpu",
 )
+
+# %% ../../nbs/distributed/04_deepspeed_config.ipynb #ec1e1459
 _ELSEWHERE = {
     "activation_checkpointing": "the field activation_checkpointing",
     "scheduler": "the fields lr_scheduler and warmup_steps",
@@ -96,13 +98,8 @@ _NOT_HERE = (
     "expert_parallel",
     "pipeline",
 )
-# elements that ZeRO-3 keeps whole beyond the block that computes; DeepSpeed's own ten times as
-# many are more than its shards save
-MAX_LIVE = 100_000_000
-SUB_GROUP = 100_000_000  # elements that ZeRO-3 updates at once, with a copy of their gradients
-_BUCKET = 50_000_000  # elements whose gradients are sent at once; DeepSpeed's default takes 2 GB
 
-
+# %% ../../nbs/distributed/04_deepspeed_config.ipynb #5928213c
 def _answers(
     cfg: RunConfig, world_size: int | None, dtype: str | None
 ) -> dict[str, tuple[Any, str]]:
@@ -264,6 +261,15 @@ def _without(section: dict[str, Any], answers: dict[str, Any], prefix: str = "")
             kept[key] = value
     return kept
 
+# %% ../../nbs/distributed/04_deepspeed_config.ipynb #460bd9a2
+# elements that ZeRO-3 keeps whole beyond the block that computes; DeepSpeed's own ten times as
+# many are more than its shards save
+MAX_LIVE = 100_000_000
+# elements that ZeRO-3 updates at once, with a copy of their gradients
+SUB_GROUP = 100_000_000
+# elements whose gradients are sent at once; DeepSpeed's default takes 2 GB
+_BUCKET = 50_000_000
+
 
 def bucket_size(trained: list[int]) -> int:
     """Return the number of elements whose gradients are sent at once.
@@ -308,9 +314,8 @@ def zero_settings(
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
-    if (
-        dtype != "bf16" or cfg.zero_stage > 1 or cfg.offload != "none"
-    ):  # DeepSpeed uses another optimizer for this case, which skips no step
+    # otherwise DeepSpeed uses another optimizer, which skips no step
+    if dtype != "bf16" or cfg.zero_stage > 1 or cfg.offload != "none":
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if dtype == "fp16":
         settings["fp16"] = {"enabled": True, "loss_scale": 1, "auto_cast": False}

@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .weights import check_packed, let_go, packed_outputs, receive, trim_heap
+from multigpu_ft.distributed.weights import (
+    check_packed,
+    free_storage,
+    packed_outputs,
+    receive,
+    trim_heap,
+)
 from multigpu_ft.distributed.world import (
     TensorShard,
     SavedParts,
@@ -67,28 +73,299 @@ class LossScale:
             self.value.fill_(state["value"])
             self._good_steps.fill_(state["good_steps"])
 
-# %% ../../nbs/distributed/03_strategies.ipynb #6e01b5f3
-_LOSS_BYTES = 2**30  # peak of the chunked loss, rounded up
+# %% ../../nbs/distributed/03_strategies.ipynb #8b2efaf2
+def _global_norm(gradients: list[torch.Tensor], world: World, copies: int) -> torch.Tensor:
+    """Return the 2-norm of the gradients of all ranks, a scalar in fp64. A collective.
+
+    Each gradient is on `copies` ranks."""
+    squares = torch.stack(
+        [torch.linalg.vector_norm(g.float(), dim=-1).double().square().sum() for g in gradients]
+    ).sum()
+    if world.size > 1:
+        # with whole gradients on every rank only to agree on infinities
+        dist.all_reduce(squares)
+        squares /= copies
+    return squares.sqrt()
 
 
-class Single:
-    "One process, one device; the base of the other strategies."
+def _rescale(
+    gradients: list[torch.Tensor],
+    norm: torch.Tensor,
+    max_norm: float | None,
+    loss_scale: LossScale,
+) -> None:
+    "Undo the loss scale, and limit `norm`, which is without it, to `max_norm`."
+    factor = 1 / loss_scale.value
+    if max_norm is not None:
+        factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
+    if max_norm is not None or loss_scale.enabled:
+        torch._foreach_mul_(gradients, factor)
 
-    name = "single"
+
+def _update(optimizer: torch.optim.Optimizer, skip: torch.Tensor, fused: bool) -> None:
+    "Step unless `skip`, a boolean on the device, and drop the gradients."
+    if fused:
+        # the kernel then changes nothing, without a synchronization
+        getattr(optimizer, "optimizer", optimizer).found_inf = skip.float()
+        optimizer.step()
+    elif not skip:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+# %% ../../nbs/distributed/03_strategies.ipynb #1ba8c89b
+def _trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name, tied ones once.
+
+    With an adapter, these are only the trained ones, since the frozen weights are in the base
+    model."""
+    if not all(p.requires_grad for p in model.parameters()):
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named, seen = {}, set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            named[name] = tensor
+            seen.add(id(tensor))
+    return named
+
+
+def _split_state(
+    kept: dict[str, torch.Tensor], state: dict[torch.Tensor, dict[str, Any]]
+) -> tuple[dict[str, TensorShard], dict[str, Any]]:
+    "Return the tensors of a model and its optimizer, and the optimizer's plain numbers."
+    tensors = {f"model/{name}": p.detach() for name, p in kept.items()}
+    numbers = {}
+    for name, p in kept.items():
+        for key, value in state.get(p, {}).items():
+            if torch.is_tensor(value):
+                tensors[f"optimizer/{name}/{key}"] = value
+            else:
+                numbers[f"{name}/{key}"] = value
+    return {name: part_of(tensor) for name, tensor in tensors.items()}, numbers
+
+
+def _saved_state(
+    p: nn.Parameter, name: str, saved: SavedParts, numbers: dict[str, Any], local: bool
+) -> dict[str, Any]:
+    "Return what the optimizer kept of the parameter `name`. If `local`, as plain tensors."
+    prefix = f"optimizer/{name}/"
+    mine: dict[str, Any] = {
+        n.rpartition("/")[2]: v for n, v in numbers.items() if n.startswith(f"{name}/")
+    }
+    for found in saved.names(prefix):
+        key = found.removeprefix(prefix)
+        if saved.shape(found) == list(p.shape) and p.ndim:
+            like = local_part(p) if local else p
+            mine[key] = torch.zeros_like(like, dtype=saved.dtype(found))
+            saved.fill(part_of(mine[key]), found)
+        else:
+            whole = saved.whole(found)
+            mine[key] = whole if key == "step" else whole.to(p.device)
+    return mine
+
+
+def _load_state(
+    optimizer: torch.optim.Optimizer,
+    state_of: Callable[[nn.Parameter], dict[str, Any]],
+) -> None:
+    "Give `optimizer` the state of each of its parameters, which it refers to by number."
+    groups, state, count = [], {}, 0
+    for group in optimizer.param_groups:
+        settings = {k: v for k, v in group.items() if k != "params"}
+        numbers = range(count, count + len(group["params"]))
+        groups.append({**settings, "params": list(numbers)})
+        for number, p in zip(numbers, group["params"], strict=True):
+            if mine := state_of(p):
+                state[number] = mine
+        count += len(numbers)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+# %% ../../nbs/distributed/03_strategies.ipynb #bf5a609f
+class _Trained:
+    "A model with its optimizer, under some strategy: updates its parameters, saves and loads them."
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, cfg: RunConfig, world: World) -> None:
         self.cfg, self.world = cfg, world
         self.dtype = compute_dtype(cfg.dtype, world.device)
         self.loss_scale = LossScale(world.device, enabled=self.dtype == torch.float16)
+        # ranks that share a parameter
+        self._shards = 1
+        self._finite = torch.tensor(True, device=world.device)
+        # steps skipped because a gradient was not finite
+        self.skipped = torch.tensor(0, device=world.device)
+        self.skipped_in_a_row = torch.tensor(0, device=world.device)
+
+    def unwrap_model(self) -> nn.Module:
+        "Return the transformers model."
+        return getattr(self.model, "module", self.model).model
+
+    def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
+        """Undo the loss scale, and limit the global 2-norm of the gradients to `max_norm`.
+
+        Returns the norm before clipping, a scalar on the device, the same on every rank."""
+        gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
+        copies = self.world.size // self._shards
+        norm = _global_norm(gradients, self.world, copies) / self.loss_scale.value
+        self._finite = norm.isfinite()
+        _rescale(gradients, norm, max_norm, self.loss_scale)
+        return norm
+
+    def step(self) -> None:
+        """Update the parameters.
+
+        If the gradient norm is not finite, every rank skips the step, counts it, and halves its
+        loss scale."""
+        skip = ~self._finite
+        _update(self.optimizer, skip, fused=self.cfg.optimizer == "adamw")
+        self._count(skip)
+
+    def _count(self, skip: torch.Tensor) -> None:
+        self.loss_scale.update(skip)
+        self.skipped += skip
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skip
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers by name, tied ones once.
+
+        With an adapter, these are only the trained ones, since the frozen weights are in the base
+        model."""
+        return _trained_tensors(self.unwrap_model())
+
+    def state_parts(self) -> tuple[dict[str, TensorShard], dict[str, Any]]:
+        """Return what a checkpoint saves.
+
+        These are `model/NAME` and `optimizer/NAME/KEY` as tensor shards, and the optimizer's
+        plain numbers by `NAME/KEY`."""
+        return _split_state(self.kept(), self.optimizer.state)
+
+    def load_parts(self, saved: SavedParts, numbers: dict[str, Any], optimizer: bool) -> None:
+        """Load what `state_parts` returned, under any strategy and number of ranks. A collective.
+
+        Without `optimizer`, only the model is loaded."""
+        kept = self.kept()
+        for name, p in kept.items():
+            saved.fill(part_of(p), f"model/{name}")
+        if not optimizer:
+            return
+        names = {p: name for name, p in kept.items()}
+        # bitsandbytes keeps plain tensors, also for a DTensor of one shard
+        local = self.cfg.optimizer == "adamw_8bit"
+        _load_state(self.optimizer, lambda p: _saved_state(p, names[p], saved, numbers, local))
+
+# %% ../../nbs/distributed/03_strategies.ipynb #9964c45a
+def _make_mesh(world: World, shards: int) -> Any:
+    "Return the ranks as FSDP2 has them: in one line, or in replicas of `shards` ranks."
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind, size = world.device.type, world.size
+    if shards == size:
+        return init_device_mesh(kind, (size,))
+    return init_device_mesh(kind, (size // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(
+    unit: nn.Module, mesh: Any, dtype: torch.dtype, is_root: bool, has_one_shard: bool
+) -> None:
+    "Shard `unit` over `mesh`, to compute in `dtype` and reduce gradients in fp32."
+    # with fsdp most of a second of imports that ddp does without
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    frozen = None
+    if has_one_shard:
+        # the shard is the whole, so what is frozen and has its dtype already needs no FSDP
+        frozen = {p for p in unit.parameters() if not p.requires_grad}
+    # the root's inputs are token ids, and the factor of the loss, which must stay in fp32
+    policy = replace(policy, cast_forward_inputs=not is_root)
+    fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=frozen)
+
+
+def _prefetch(blocks: list[nn.Module]) -> None:
+    "Gather the parameters of each block while the one before it computes."
+    # one block ahead, also where the CPU is no faster than the device
+    for block, after in zip(blocks, blocks[1:], strict=False):
+        block.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([block])
+
+
+def _synchronize(model: nn.Module, last: bool, window: bool, has_replicas: bool) -> None:
+    "Tell FSDP2 what to send in the micro-batch to come, the `last` of a step or not."
+    model.set_requires_gradient_sync(last or not window)
+    if has_replicas:
+        # between nodes once a step, also where each micro-batch is reduced within a node
+        model.set_requires_all_reduce(last)
+    model.set_is_last_backward(last)
+    model.set_reshard_after_backward(last or not window)
+
+
+def _window_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    "Return the bytes of whole parameters in `dtype` and of whole gradients in fp32."
+    return sum((dtype.itemsize + 4 * p.requires_grad) * p.numel() for p in model.parameters())
+
+# %% ../../nbs/distributed/03_strategies.ipynb #0cc6c78c
+_LOSS_BYTES = 2**30  # peak of the chunked loss, rounded up
+
+
+class _Placed(_Trained):
+    "A trained model on this rank's device, with the memory there, among the other ranks."
+
+    def __init__(self, cfg: RunConfig, world: World) -> None:
+        super().__init__(cfg, world)
         # whether parameters stay whole, and gradients unreduced, from one micro-batch of a step
         # to the next
         self.window = True
-        self._shards = 1  # ranks that share a parameter
-        self._finite = torch.tensor(True, device=world.device)
-        self.skipped = torch.tensor(
-            0, device=world.device
-        )  # steps skipped because a gradient was not finite
-        self.skipped_in_a_row = torch.tensor(0, device=world.device)
+        self._streamed = False
+
+    def _place(self, unit: nn.Module, leave: set[nn.Module]) -> list[torch.Tensor]:
+        """Move the tensors of `unit` to the device, except those of modules in `leave`.
+
+        Returns the tensors to free once `unit` is sharded."""
+        device = self.world.device
+        if not self._streamed:
+            unit.to(device)
+            return []
+        # packed layers are checked while they are whole
+        whole = packed_layers(unit) and unit is not self.model
+        return receive(unit, leave, device, self.world.rank, 1 if whole else self._shards)
+
+    def free_memory(self) -> float:
+        """Return the bytes left for activations on this rank's device.
+
+        Gradients, Adam's moments of its shard, and what a window keeps whole (parameters in the
+        compute dtype, gradients in fp32) are subtracted. On a CPU it is an even share of the
+        host's memory."""
+        return self._free_bytes() - self._to_come() - _LOSS_BYTES
+
+    def _to_come(self) -> float:
+        trained = (p for p in self.model.parameters() if p.requires_grad)
+        kept = 12 * sum(local_part(p).numel() for p in trained)
+        if self.window and hasattr(self.model, "set_requires_gradient_sync"):
+            kept += _window_bytes(self.model, self.dtype)
+        return kept
+
+    def _free_bytes(self) -> float:
+        return free_bytes(self.world.device)
+
+    def gather_for_metrics(self, values: torch.Tensor) -> torch.Tensor:
+        "Concatenate the rows of `values` of all ranks. A collective."
+        everybodys = [torch.empty_like(values) for _ in range(self.world.size)]
+        dist.all_gather(everybodys, values)
+        return torch.cat(everybodys)
+
+    def end_training(self) -> None:
+        "Leave the process group."
+        dist.destroy_process_group()
+
+# %% ../../nbs/distributed/03_strategies.ipynb #6e01b5f3
+class Single(_Placed):
+    "One process, one device; the base of the other strategies."
+
+    name = "single"
 
     def prepare(
         self,
@@ -109,81 +386,31 @@ class Single:
         self._place(model, set())
         return model
 
-    def _place(self, unit: nn.Module, leave: set[nn.Module]) -> list[torch.Tensor]:
-        """Move the tensors of `unit` to the device, except those of modules in `leave`.
-
-        Returns the tensors to let go of once `unit` is sharded."""
-        if self._streamed:
-            # packed layers are checked while they are whole
-            return receive(
-                unit,
-                leave,
-                self.world.device,
-                self.world.rank,
-                1 if packed_layers(unit) and unit is not self.model else self._shards,
-            )
-        unit.to(self.world.device)
-        return []
-
     def _fully_shard(self, model: nn.Module) -> nn.Module:
-        from torch.distributed.fsdp import (
-            MixedPrecisionPolicy,
-            fully_shard,
-        )  # with fsdp most of a second of imports that ddp does without
-
-        mesh = self._make_mesh()
-        policy = (
-            MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-            if self.dtype != torch.float32
-            else MixedPrecisionPolicy()
-        )
+        mesh, shards = self._make_mesh(), self._shards
         self.model, blocks, done = model, transformer_blocks(model.model), set()
-        whole = sum(
-            p.numel() * (self.dtype.itemsize + 4 * p.requires_grad) for p in model.parameters()
-        )
+        whole = _window_bytes(model, self.dtype)
         for unit in (*blocks, model):
             originals = self._place(unit, done)
-            outputs = self._packed_outputs(unit) if self._shards > 1 and unit is not model else {}
-            # where a shard is the whole, what is frozen and has its dtype already needs no FSDP
-            frozen = (
-                {p for p in unit.parameters() if not p.requires_grad} if self._shards == 1 else None
-            )
-            # the root's inputs are token ids, and the factor of the loss, which must stay in fp32
-            fully_shard(
-                unit,
-                mesh=mesh,
-                mp_policy=replace(policy, cast_forward_inputs=unit is not model),
-                ignored_params=frozen,
-            )
+            outputs = self._packed_outputs(unit) if shards > 1 and unit is not model else {}
+            _shard(unit, mesh, self.dtype, unit is model, shards == 1)
             if outputs:
                 unit.unshard()
                 check_packed(unit, outputs)
                 unit.reshard()
             done.add(unit)
-            if self._shards > 1 or self.world.device.type != "cpu":
-                let_go(originals)
+            if shards > 1 or self.world.device.type != "cpu":
+                free_storage(originals)
                 trim_heap()
-        for block, after in zip(
-            blocks, blocks[1:], strict=False
-        ):  # one block ahead, also where the CPU is no faster than the device
-            block.set_modules_to_forward_prefetch([after])
-            after.set_modules_to_backward_prefetch([block])
+        _prefetch(blocks)
         self.window = self._choose_window(whole)
+        keep_whole = self.window or self.cfg.sharding == "shard_grad_op"
         for block in blocks:
-            block.set_reshard_after_forward(
-                self.cfg.sharding != "shard_grad_op" and not self.window
-            )
+            block.set_reshard_after_forward(not keep_whole)
         return model
 
     def _make_mesh(self) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        kind, size, names = self.world.device.type, self.world.size, ("replicate", "shard")
-        return (
-            init_device_mesh(kind, (size,))
-            if self._shards == size
-            else init_device_mesh(kind, (size // self._shards, self._shards), mesh_dim_names=names)
-        )
+        return _make_mesh(self.world, self._shards)
 
     def _packed_outputs(self, unit: nn.Module) -> dict[str, torch.Tensor]:
         return packed_outputs(unit)
@@ -194,37 +421,14 @@ class Single:
         self.window = False
         return self.world.max(float(whole > self.free_memory() / 2)) == 0
 
-    def free_memory(self) -> float:
-        """Return the bytes left for activations on this rank's device.
-
-        Gradients, Adam's moments of its shard, and what a window keeps whole (parameters in the
-        compute dtype, gradients in fp32) are subtracted. On a CPU it is an even share of the
-        host's memory."""
-        return self._free_bytes() - self._to_come() - _LOSS_BYTES
-
-    def _to_come(self) -> float:
-        parameters = list(self.model.parameters())
-        kept = 12 * sum(local_part(p).numel() for p in parameters if p.requires_grad)
-        if self.window and hasattr(self.model, "set_requires_gradient_sync"):
-            kept += sum((self.dtype.itemsize + 4 * p.requires_grad) * p.numel() for p in parameters)
-        return kept
-
-    def _free_bytes(self) -> float:
-        return free_bytes(self.world.device)
-
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         """Surround forward and backward of one micro-batch.
 
         Gradients are synchronized only in the `last` of a step, where memory allows."""
         if hasattr(self.model, "set_requires_gradient_sync"):
-            self.model.set_requires_gradient_sync(last or not self.window)
-            if 1 < self._shards < self.world.size:
-                self.model.set_requires_all_reduce(
-                    last
-                )  # between nodes once a step, also where each micro-batch is reduced within a node
-            self.model.set_is_last_backward(last)
-            self.model.set_reshard_after_backward(last or not self.window)
+            has_replicas = 1 < self._shards < self.world.size
+            _synchronize(self.model, last, self.window, has_replicas)
         yield
 
     def forward(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,141 +437,6 @@ class Single:
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
-
-    def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        """Undo the loss scale, and limit the global 2-norm of the gradients to `max_norm`.
-
-        Returns the norm before clipping, a scalar on the device, the same on every rank."""
-        gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
-        squares = torch.stack(
-            [torch.linalg.vector_norm(g.float(), dim=-1).double().square().sum() for g in gradients]
-        ).sum()
-        if self.world.size > 1:
-            dist.all_reduce(
-                squares
-            )  # with whole gradients on every rank only to agree on infinities
-            squares /= self.world.size // self._shards
-        norm = squares.sqrt() / self.loss_scale.value
-        self._finite = norm.isfinite()
-        factor = 1 / self.loss_scale.value
-        if max_norm is not None:
-            factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
-        if max_norm is not None or self.loss_scale.enabled:
-            torch._foreach_mul_(gradients, factor)
-        return norm
-
-    def step(self) -> None:
-        """Update the parameters.
-
-        If the gradient norm is not finite, every rank skips the step, counts it, and halves its
-        loss scale."""
-        skip = ~self._finite
-        if self.cfg.optimizer == "adamw":
-            inner = getattr(self.optimizer, "optimizer", self.optimizer)
-            inner.found_inf = (
-                skip.float()
-            )  # the fused kernel then changes nothing, without a synchronization
-            self.optimizer.step()
-        elif not skip:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._count(skip)
-
-    def _count(self, skip: torch.Tensor) -> None:
-        self.loss_scale.update(skip)
-        self.skipped += skip
-        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skip
-
-    def gather_for_metrics(self, values: torch.Tensor) -> torch.Tensor:
-        "Concatenate the rows of `values` of all ranks. A collective."
-        everybodys = [torch.empty_like(values) for _ in range(self.world.size)]
-        dist.all_gather(everybodys, values)
-        return torch.cat(everybodys)
-
-    def unwrap_model(self) -> nn.Module:
-        "Return the transformers model."
-        return getattr(self.model, "module", self.model).model
-
-    def end_training(self) -> None:
-        "Leave the process group."
-        dist.destroy_process_group()
-
-    def kept(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers by name, tied ones once.
-
-        With an adapter, these are only the trained ones, since the frozen weights are in the base
-        model."""
-        model = self.unwrap_model()
-        if not all(p.requires_grad for p in model.parameters()):
-            return {name: p for name, p in model.named_parameters() if p.requires_grad}
-        named, seen = {}, set()
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                named[name] = tensor
-                seen.add(id(tensor))
-        return named
-
-    def state_parts(self) -> tuple[dict[str, TensorShard], dict[str, Any]]:
-        """Return what a checkpoint saves.
-
-        These are `model/NAME` and `optimizer/NAME/KEY` as tensor shards, and the optimizer's
-        plain numbers by `NAME/KEY`."""
-        kept, state = self.kept(), self.optimizer.state
-        held = {
-            f"{name}/{key}": value
-            for name, p in kept.items()
-            if p in state
-            for key, value in state[p].items()
-        }
-        tensors = {f"model/{name}": p.detach() for name, p in kept.items()}
-        tensors |= {
-            f"optimizer/{name}": value for name, value in held.items() if torch.is_tensor(value)
-        }
-        return {name: part_of(tensor) for name, tensor in tensors.items()}, {
-            name: value for name, value in held.items() if not torch.is_tensor(value)
-        }
-
-    def load_parts(self, saved: "SavedParts", numbers: dict[str, Any], optimizer: bool) -> None:
-        """Load what `state_parts` returned, under any strategy and number of ranks. A collective.
-
-        Without `optimizer`, only the model is loaded."""
-        kept = self.kept()
-        for name, p in kept.items():
-            saved.fill(part_of(p), f"model/{name}")
-        if not optimizer:
-            return
-        names = {p: name for name, p in kept.items()}
-        groups, state, count = [], {}, 0
-        for group in self.optimizer.param_groups:
-            groups.append(
-                {
-                    **{k: v for k, v in group.items() if k != "params"},
-                    "params": list(range(count, count + len(group["params"]))),
-                }
-            )
-            for p in group["params"]:
-                if mine := self._saved_state(p, names[p], saved, numbers):
-                    state[count] = mine
-                count += 1
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def _saved_state(
-        self, p: nn.Parameter, name: str, saved: "SavedParts", numbers: dict[str, Any]
-    ) -> dict[str, Any]:
-        prefix = f"optimizer/{name}/"
-        mine: dict[str, Any] = {
-            n.rpartition("/")[2]: v for n, v in numbers.items() if n.startswith(f"{name}/")
-        }
-        for found in saved.names(prefix):
-            key = found.removeprefix(prefix)
-            if saved.shape(found) == list(p.shape) and p.ndim:
-                # bitsandbytes keeps plain tensors, also for a DTensor of one shard
-                like = local_part(p) if self.cfg.optimizer == "adamw_8bit" else p
-                mine[key] = torch.zeros_like(like, dtype=saved.dtype(found))
-                saved.fill(part_of(mine[key]), found)
-            else:
-                mine[key] = saved.whole(found).to(p.device) if key != "step" else saved.whole(found)
-        return mine
 
 # %% ../../nbs/distributed/03_strategies.ipynb #9f5c8463
 class DDP(Single):

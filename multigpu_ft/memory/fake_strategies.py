@@ -6,7 +6,7 @@
 __all__ = ['STRATEGIES', 'SimulatedWorld']
 
 # %% ../../nbs/memory/02_fake_strategies.ipynb #45655a18
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..distributed.strategies import DDP, FSDP, Single
 from ..distributed.weights import places
 from ..distributed.world import World, local_part
 from .tracker import MemoryTracker
+from ..run.config import RunConfig
 
 # %% ../../nbs/memory/02_fake_strategies.ipynb #b16a4fbd
 @dataclass(frozen=True)
@@ -157,6 +158,30 @@ class _HostOptimizer(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         pass
 
+
+def _host_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return _HostOptimizer(model.parameters(), lr=0.1)
+
+
+def _has_own_sums(cfg: RunConfig, dtype: torch.dtype) -> bool:
+    "Return whether gradients of `dtype` are added up in fp32, apart from themselves."
+    if dtype == torch.bfloat16:
+        return cfg.zero_stage == 2 or cfg.offload != "none"
+    return dtype == torch.float16
+
+
+def _all_reduced(cfg: RunConfig, dtype: torch.dtype, trained: int) -> float:
+    "Return the bytes of an all-reduce that takes as long as what a step of stage 1 or 2 sends."
+    rounds = 1 if cfg.zero_stage == 1 else min(2, cfg.accum_steps)
+    gathered, reduced = dtype.itemsize * trained, 4 * trained * rounds
+    # an all-reduce does both
+    return (gathered + reduced) / 2
+
+
+def _drop_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    for p in parameters:
+        p.grad = None
+
 # %% ../../nbs/memory/02_fake_strategies.ipynb #e14bd743
 class _ZeRO12(_Simulated, Single):
     def prepare(
@@ -168,79 +193,63 @@ class _ZeRO12(_Simulated, Single):
             if p.is_floating_point() and p.dtype != self.dtype:
                 p.data = p.data.to(self.dtype)
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        count = sum(p.numel() for p in self._trained)
-        self._share, self._bucket = (
-            -(-count // self.world.size),
-            bucket_size([p.numel() for p in self._trained]),
-        )
+        sizes = [p.numel() for p in self._trained]
+        self._share, self._bucket = -(-sum(sizes) // self.world.size), bucket_size(sizes)
         self._sums: list[torch.Tensor] = []
-        self._apart = self.dtype == torch.float16 or (
-            self.dtype == torch.bfloat16
-            and (self.cfg.zero_stage == 2 or self.cfg.offload != "none")
-        )  # sums in fp32
-        offload = self.cfg.offload != "none"
+        self._apart = _has_own_sums(self.cfg, self.dtype)
+        self._offload, self.window = self.cfg.offload != "none", self.cfg.zero_stage == 1
+        self.optimizer = self._optimize_share(make_optimizer)
+        if self.cfg.zero_stage == 2:
+            for p in self._trained:
+                # the gradient is in the bucket
+                p.register_post_accumulate_grad_hook(lambda p: _drop_gradients([p]))
+        self.reduced = self._traffic = _all_reduced(self.cfg, self.dtype, sum(sizes))
+        return self.model, self.optimizer
+
+    def _optimize_share(self, make_optimizer: Callable[[nn.Module], Any]) -> Any:
+        "Allocate the share in fp32, and return its optimizer."
         self._flat = nn.Module()
-        self._flat.weight = nn.Parameter(torch.empty(1 if offload else self._share))
+        self._flat.weight = nn.Parameter(torch.empty(1 if self._offload else self._share))
         self.tracker.claim([self._flat.weight], "optimizer")
         with _disable_current_modes():
-            self.optimizer = (
-                _HostOptimizer(self._flat.parameters(), lr=0.1)
-                if offload
-                else make_optimizer(self._flat)
-            )
-        for p in self._trained if self.cfg.zero_stage == 2 else ():
-            p.register_post_accumulate_grad_hook(
-                lambda p: setattr(p, "grad", None)
-            )  # it is in the bucket
-        self.window = self.cfg.zero_stage == 1
-        gathered, reduced = (
-            self.dtype.itemsize * count,
-            4 * count * (1 if self.window else min(2, self.cfg.accum_steps)),
-        )
-        self.reduced = self._traffic = (gathered + reduced) / 2  # an all-reduce would be twice that
-        return self.model, self.optimizer
+            if self._offload:
+                return _host_optimizer(self._flat)
+            return make_optimizer(self._flat)
 
     def _to_come(self) -> float:
         return 12 * self._share
 
     def backward(self, loss: torch.Tensor) -> None:
         self.reduced = self._traffic
-        bucket = torch.empty(self._bucket, dtype=self.dtype) if self.cfg.zero_stage == 2 else None
+        stage = self.cfg.zero_stage
+        bucket = torch.empty(self._bucket, dtype=self.dtype) if stage == 2 else None
         loss.backward()
         self.tracker.claim((p.grad for p in self._trained if p.grad is not None), "gradients")
-        if self.cfg.zero_stage == 1:
+        if stage == 1:
             bucket = torch.empty(self._bucket)
-        if self.cfg.zero_stage == 1 and not self._apart:
-            return
-        if not self._sums and (
-            self._apart or self.cfg.offload == "none"
-        ):  # in fp32 with offload they go to the host at once
-            self._sums = (
-                [torch.empty(p.shape) for p in self._trained]
-                if self.cfg.zero_stage == 1
-                else [torch.empty(self._share)]
-            )
+            if not self._apart:
+                return
+        # in fp32 with offload they go to the host at once
+        if not self._sums and (self._apart or not self._offload):
+            shapes = [p.shape for p in self._trained] if stage == 1 else [self._share]
+            self._sums = [torch.empty(shape) for shape in shapes]
             self.tracker.claim(self._sums, "gradients")
-        for p in self._trained:
-            p.grad = None
+        _drop_gradients(self._trained)
         del bucket
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        norm = torch.empty(
-            min(self._share, max(p.numel() for p in self._trained)), dtype=torch.float64
-        )  # of one tensor after the other
+        # of one tensor after the other
+        largest = max(p.numel() for p in self._trained)
+        norm = torch.empty(min(self._share, largest), dtype=torch.float64)
         del norm
-        if self.cfg.offload == "none":
-            share = (
-                self._sums[0]
-                if self._apart and self.cfg.zero_stage == 2
-                else torch.empty(self._share)
-            )  # of the sums, in one piece
+        if not self._offload:
+            # the share of the sums, in one piece
+            in_one = self._apart and self.cfg.zero_stage == 2
+            share = self._sums[0] if in_one else torch.empty(self._share)
             self.tracker.claim([share], "gradients")
             self._flat.weight.grad = share
         self._sums = []
-        for p in self._trained:
-            p.grad = None
+        _drop_gradients(self._trained)
         return torch.zeros(())
 
 # %% ../../nbs/memory/02_fake_strategies.ipynb #0aec0107
@@ -256,25 +265,17 @@ class _ZeRO3(_Simulated, FSDP):
             strategy="fsdp",
             deepspeed_config=None,
         )
-        if offload:  # the share that stays is in the dtype that computes
+        if offload:
+            # the share that stays is in the dtype that computes
             model.to(self.dtype)
-        super().prepare(
-            model,
-            (lambda prepared: _HostOptimizer(prepared.parameters(), lr=0.1))
-            if offload
-            else make_optimizer,
-            streamed,
-        )
-        trained, every = (
-            [p.numel() for p in self.model.parameters() if p.requires_grad],
-            sum(p.numel() for p in self.model.parameters()),
-        )
-        self._bucket, self._share, self._offload = (
-            bucket_size(trained),
-            -(-sum(trained) // self.world.size),
-            offload,
-        )
-        if not offload:  # beside the share in fp32
+            make_optimizer = _host_optimizer
+        super().prepare(model, make_optimizer, streamed)
+        trained = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        every = sum(p.numel() for p in self.model.parameters())
+        self._share, self._bucket = -(-sum(trained) // self.world.size), bucket_size(trained)
+        self._offload = offload
+        if not offload:
+            # beside the share in fp32
             self._copy = torch.empty(-(-every // self.world.size), dtype=self.dtype)
             self.tracker.claim([self._copy], "parameters")
         live = 0
@@ -292,23 +293,21 @@ class _ZeRO3(_Simulated, FSDP):
         ]
 
     def backward(self, loss: torch.Tensor) -> None:
-        buckets = [
-            torch.empty(self._bucket, dtype=self.dtype) for _ in range(2)
-        ]  # one is filled while the other is sent
+        # one is filled while the other is sent
+        buckets = [torch.empty(self._bucket, dtype=self.dtype) for _ in range(2)]
         super().backward(loss)
         del buckets
-        for p in self.model.parameters() if self._offload else ():
-            p.grad = None
+        if self._offload:
+            _drop_gradients(self.model.parameters())
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
-        norm = torch.empty(
-            max(local_part(p).numel() for p in self.model.parameters() if p.requires_grad),
-            dtype=torch.float64,
-        )  # of one tensor after the other
+        # of one tensor after the other
+        trained = (p for p in self.model.parameters() if p.requires_grad)
+        largest = max(local_part(p).numel() for p in trained)
+        norm = torch.empty(largest, dtype=torch.float64)
         del norm
-        self._line = (
-            None if self._offload else torch.empty(min(self._share, SUB_GROUP))
-        )  # gradients in one piece
+        # gradients in one piece
+        self._line = None if self._offload else torch.empty(min(self._share, SUB_GROUP))
         return torch.zeros(())
 
     def step(self) -> None:
