@@ -20,9 +20,9 @@ from multigpu_ft.run.config import PRESET_NEEDS, PRESETS
 
 @pytest.fixture(autouse=True)
 def no_estimates(monkeypatch):
-    """Each takes a core for seconds.
+    """Put off estimates, each of which takes a core for seconds.
 
-    One put off is called off: in the same process ten minutes of other tests may follow."""
+    They are cancelled at the end: in the same process ten minutes of other tests may follow."""
     monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 600)
     yield
     for thread in threading.enumerate():
@@ -34,7 +34,7 @@ TINY = {"end_idx": 64, "batch_size": 8, "packing": "padded", "nproc": 1, "max_st
 
 
 def note(f, name):
-    "What is said beside a field."
+    "Return the note beside a field."
     html = next(field.note.value for field in f._widgets.tabs.fields if field.name == name)
     return unescape(re.sub(r"<[^>]*>", " ", html))
 
@@ -48,12 +48,12 @@ def tab(f, group):
 
 
 def called(f):
-    "The configuration that the Python call launches."
+    "Return the configuration that the Python call launches."
     return eval(f.call, {"launch": lambda cfg: cfg, "RunConfig": RunConfig})
 
 
 def commanded(f):
-    "The configuration that the papermill command launches, read as papermill reads it."
+    "Return the configuration that the papermill command launches, read as papermill reads it."
     program, notebook, out, *words = shlex.split(f.command)
     assert (program, notebook.endswith("train.ipynb"), out) == (
         "papermill",
@@ -180,7 +180,7 @@ def test_an_error_is_beside_its_field_as_long_as_it_lasts():
     )
 
 
-def test_what_is_half_typed_stays_as_it_is():
+def test_half_typed_text_stays_as_it_is():
     f = form()
     for text in ("1", "1e", "1e-", "1e-4", " 1e-4", "", "-"):
         f.inputs["learning_rate"].value = text
@@ -338,14 +338,14 @@ def test_run_starts_a_run_and_waits_for_its_end(run_root):
         and "starts from the base model" in shown(f._widgets.message)
     )
     first = f.run
-    f._on_run(None)  # a click that was under way
+    f._on_run(None)  # a click that was already on its way
     assert f.run is first
     f.run.wait(timeout=120)
     until(lambda: not f._widgets.run_button.disabled, 10, "Run can be pressed again")
     assert f"{f.run.name}: done" in shown(f._widgets.message) and len(f.run.metrics) == 3
 
 
-def test_what_launch_refuses_is_said_in_the_form(tmp_path):
+def test_the_form_shows_why_launch_refuses(tmp_path):
     f = form(RunConfig(run_root=str(tmp_path / "runs"), dataset="no<such>.jsonl"))
     f._build()
     f._widgets.run_button.click()
@@ -429,7 +429,7 @@ def test_several_forms_estimate_one_after_the_other(monkeypatch):
     assert at_once == [1, 1, 1]
 
 
-def test_where_nobody_looks_it_is_text_and_no_widget(capsys):
+def test_without_a_viewer_it_is_text_and_no_widget(capsys):
     f = form(RunConfig(**TINY))
     f._ipython_display_()
     out = capsys.readouterr().out

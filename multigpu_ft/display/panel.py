@@ -118,11 +118,11 @@ class LiveLine:
             print(text, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        "A remark, below."
+        "Show a remark below the line."
         say(text)
 
     def end(self, text: Callable[[], str], picture: Path | None) -> None:
-        "The last line, and the picture where pictures can be shown."
+        "Show the last line, and the picture where pictures can be shown."
         self.show(text, final=True)
         if picture and self._shell:
             from IPython.display import Image, display
@@ -131,7 +131,7 @@ class LiveLine:
 
 
 def say(text: str) -> None:
-    "To the cell, or to standard error, because standard output may be read by a program."
+    "Print to the cell, or to standard error, because standard output may be read by a program."
     print(text, file=sys.stdout if notebook_shell() else sys.stderr)
 
 # %% ../../nbs/display/03_panel.ipynb #43bdf3c9
@@ -219,14 +219,14 @@ def _headline(name: str, state: str, note: str) -> str:
 
 
 def _steps_done(status: dict[str, Any], curve: Curve) -> int:
-    "Steps on the slice so far. A step is logged at once, the status follows twice a second."
+    "Return the steps on the slice so far. A step is logged at once, the status follows twice a second."
     return status.get("slice_step", 0) + max(
         0, curve.last.get("step", 0) - status.get("step", curve.last.get("step", 0))
     )
 
 
 def _progress(status: dict[str, Any], curve: Curve, max_hours: float | None) -> str:
-    "The bar, and under it step, epoch, time left, and what is left of the session."
+    "Return the bar, and under it step, epoch, time left, and what is left of the session."
     total, done = status.get("total_steps"), _steps_done(status, curve)
     if not total:
         return '<div style="height:3.2em;padding-top:0.6em">loading model and data</div>'
@@ -295,7 +295,7 @@ def _facts(task: str, status: dict[str, Any], curve: Curve) -> list[tuple[str, s
 
 
 def _failure_html(error: Exception) -> str:
-    "The root exception in a line, the rest folded below."
+    "Return the root exception in a line, the rest folded below."
     first, _, rest = str(error).partition("\n")
     name = "" if type(error).__name__ == "RunFailed" else f"{type(error).__name__}: "
     folded = (
@@ -318,7 +318,7 @@ def _end_of_loss(after: float | None, curve: Curve) -> str:
 
 # %% ../../nbs/display/03_panel.ipynb #31e83f6c
 def summary_html(run: Any) -> str:
-    """The end of a `launcher.Run` as HTML without scripts or style sheets: state, loss, time,
+    """Return the end of a `launcher.Run` as HTML without scripts or style sheets: state, loss, time,
     where its results are; the exception if it failed."""
     run_dir, status, curve = run.dir, run.status, Curve(run.dir.path / "metrics.jsonl")
     curve.read()
