@@ -11,7 +11,9 @@ import re
 import shlex
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from html import escape
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -20,7 +22,7 @@ import ipywidgets as w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from .display.panel import CellOutput, has_viewer
+from .display.panel import CellOutput, has_viewer, set_if_new
 from .launcher.api import launch
 from .launcher.commands import recipe
 from .launcher.run import Run
@@ -206,7 +208,7 @@ class _Field:
         "Update the note. `was`: the value before the user's change, in words."
         wrong = f'<div class="multigpu-bad">✗ {escape(error)}</div>' if error else ""
         changed = f"<b>• {escape(was)}</b>&ensp;" if was else ""
-        _set(self.note, f'{wrong}{changed}<span class="multigpu-help">{self._help}</span>')
+        set_if_new(self.note, f'{wrong}{changed}<span class="multigpu-help">{self._help}</span>')
         self._mark("multigpu-wrong", bool(error))
         self._mark("multigpu-changed", bool(was))
 
@@ -234,12 +236,6 @@ class _Field:
 
 def _fine(text: str) -> str:
     return f'<div class="multigpu-help" style="white-space:pre-wrap">{escape(text)}</div>'
-
-
-def _set(widget: w.Widget, value: str, trait: str = "value") -> None:
-    "Set a widget's trait if it differs: each assignment is a message to the browser."
-    if getattr(widget, trait) != value:
-        setattr(widget, trait, value)
 
 # %% ../nbs/01_config_form.ipynb #24afc947
 def _check(values: dict[str, Any]) -> tuple[RunConfig | None, dict[str, str]]:
@@ -269,6 +265,48 @@ def _beside(errors: dict[str, str]) -> dict[str, str]:
     words = together if len(named) == 1 else "conflicts with another field, see below"
     return {**dict.fromkeys(named, words), **errors}
 
+# %% ../nbs/01_config_form.ipynb #9e0f6a51
+@dataclass(frozen=True)
+class _Draft:
+    "What the fields hold beside a preset: a `valid` configuration, or the errors by field."
+
+    preset: str
+    values: dict[str, Any]
+    valid: RunConfig | None
+    errors: dict[str, str]
+
+    @classmethod
+    def read(cls, preset: str, values: dict[str, Any]) -> "_Draft":
+        return cls(preset, values, *_check(values))
+
+    @classmethod
+    def of(cls, cfg: RunConfig) -> "_Draft":
+        "Return `cfg` as a draft beside the preset that it differs least from."
+        preset = min(["", *PRESETS], key=lambda preset: len(_changes(cfg, preset)))
+        return cls(preset, dict(cfg), cfg, {})
+
+    @property
+    def config(self) -> RunConfig:
+        "The configuration. Raises `ConfigError` while a field is wrong."
+        return self.valid or RunConfig(**self.values)
+
+    @property
+    def call(self) -> str:
+        return _call(self.config, self.preset)
+
+    @property
+    def command(self) -> str:
+        return _command(self.config, self.preset)
+
+    @property
+    def complaints(self) -> list[str]:
+        return [f"✗ {name}: {why}" if name else f"✗ {why}" for name, why in self.errors.items()]
+
+    def __str__(self) -> str:
+        if self.valid:
+            return f"{self.call}\n{self.command}"
+        return "\n".join(["fix first:", *self.complaints])
+
 # %% ../nbs/01_config_form.ipynb #af242220
 class _Heard(io.StringIO):
     "A stream that keeps the prints of its own thread and passes on all others."
@@ -288,6 +326,96 @@ def _launch(cfg: RunConfig, output: CellOutput | None) -> tuple[Run, str]:
     with redirect_stdout(_Heard(sys.stdout)) as heard, redirect_stderr(heard):
         run = launch(cfg, wait=False, panel=output)
     return run, heard.getvalue().strip()
+
+# %% ../nbs/01_config_form.ipynb #08a6666f
+class _Runner:
+    """Starts a form's runs, one at a time.
+
+    `busy` tells what the last one is doing, until it has ended; `remark` is HTML about it. `changed` is called when
+    they change.
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.run: Run | None = None
+        self.output: CellOutput | None = None
+        self.busy, self.remark = "", ""
+        self._changed = changed
+        self._lock = threading.Lock()  # each click has a thread of its own
+
+    def start(self, cfg: RunConfig) -> None:
+        "Start a run, unless one is still running."
+        with self._lock:
+            if self.busy:
+                return
+            self.busy, self.remark = "starting", ""
+        self._changed()
+        try:
+            self.run, said = _launch(cfg, self.output)
+        except Exception as error:  # a button's traceback would be lost in the browser's log
+            words = f"✗ {type(error).__name__}: {escape(str(error))}"
+            self.busy = ""
+            self.remark = f'<div class="multigpu-bad" role="alert">{words}</div>'
+        else:
+            run = self.run
+            self.busy, self.remark = f"running: {run.name}", f"<div>{escape(said)}</div>"
+            name = f"form-{run.name}"
+            threading.Thread(target=self._watch, args=(run,), name=name, daemon=True).start()
+        self._changed()
+
+    def _watch(self, run: Run) -> None:
+        "Wait until the run's panel has shown its end: the next run uses the same output."
+        why = ""
+        try:
+            run.wait(panel=self.output or False)
+        except Exception as error:
+            why = f": {next(iter(str(error).splitlines()), type(error).__name__)}"
+        self.busy, self.remark = "", f"<div>{escape(f'{run.name}: {run.state}{why}')}</div>"
+        self._changed()
+
+# %% ../nbs/01_config_form.ipynb #46af5195
+_ESTIMATE_AFTER_S = 0.6  # without a keystroke
+_estimating = threading.Lock()  # an estimate keeps a core busy, so all forms take turns
+
+
+def _memory_words(cfg: RunConfig) -> str:
+    try:
+        found = estimate(cfg)
+        return " ".join([found.line, *(f"Nearest: {remedy}." for remedy in found.remedies[:1])])
+    except Exception as error:  # a form without an estimate is still a form
+        return f"no estimate: {error}"
+
+
+class _MemoryLine:
+    "A line of `html` with the estimated memory of the newest configuration."
+
+    def __init__(self, layout: w.Layout) -> None:
+        self.html = w.HTML(layout=layout)
+        self._newest: RunConfig | None = None
+        self._lock = threading.Lock()  # keystrokes come in one thread, estimates in another
+        self._timer = threading.Timer(0, lambda: None)
+
+    def show(self, cfg: RunConfig | None) -> None:
+        "Estimate `cfg` once typing pauses, so that it never delays a keystroke. `None`: a field is wrong."
+        with self._lock:
+            if cfg == self._newest:
+                return
+            self._newest = cfg
+            if cfg is None:
+                return
+            self._timer.cancel()
+            self._timer = threading.Timer(_ESTIMATE_AFTER_S, self._estimate, (cfg,))
+            self._timer.daemon = True
+            self._timer.start()
+            set_if_new(self.html, _fine("memory: estimating ..."))
+
+    def _estimate(self, cfg: RunConfig) -> None:
+        with _estimating:
+            if cfg != self._newest:
+                return
+            words = _memory_words(cfg)
+        with self._lock:
+            if cfg == self._newest:
+                set_if_new(self.html, _fine(f"memory: {words}"))
 
 # %% ../nbs/01_config_form.ipynb #910614a7
 _STYLE = """<style>
@@ -316,48 +444,165 @@ _STYLE = """<style>
 .multigpu-form pre { user-select: all; white-space: pre-wrap; margin: 2px 0 8px; padding: 6px 10px; color: inherit; }
 .multigpu-form pre { border-radius: 4px; background: rgba(128, 128, 128, 0.15); }
 </style>"""
-_ESTIMATE_AFTER_S = 0.6  # without a keystroke
-_estimating = threading.Lock()  # an estimate keeps a core busy, so all forms take turns
+
+# %% ../nbs/01_config_form.ipynb #5ea576dd
+def _grid(parts: list[w.Widget], layout: w.Layout) -> w.Box:
+    box = w.Box(parts, layout=layout)
+    box.add_class("multigpu-fields")
+    return box
+
+
+class _Tabs:
+    "The fields, each group on a page of `widget`. `typed` is called when the user changes one."
+
+    def __init__(self, layout: w.Layout, typed: Callable[[], None]) -> None:
+        self.fields = [_Field(name, info, layout) for name, info in RunConfig.model_fields.items()]
+        self.groups = list(dict.fromkeys(field.group for field in self.fields))
+        pages = []
+        for group in self.groups:
+            parts = [part for field in self.fields if field.group == group for part in field.parts]
+            pages.append(_grid(parts, layout))
+        self.widget = w.Tab(pages, titles=self.groups)
+        self._writing = False
+        for field in self.fields:
+            field.input.observe(lambda _: None if self._writing else typed(), "value")
+
+    def values(self) -> dict[str, Any]:
+        return {name: value for field in self.fields for name, value in field.read().items()}
+
+    def write(self, cfg: RunConfig) -> None:
+        "Set all fields. A field that depends on others stays empty while it has the value they give it."
+        alone = _follow(cfg)
+        self._writing = True
+        for field in self.fields:
+            value = getattr(cfg, field.name)
+            follows = field.name in _FOLLOWING and value == getattr(alone, field.name)
+            set_if_new(field.input, field.shown(None if follows else value))
+        self._writing = False
+
+    def changed(self, draft: _Draft) -> dict[str, str]:
+        "Return the value of each changed field before the change, in words."
+        start, origin = _start(draft.preset), "preset" if draft.preset else "default"
+        if draft.valid:
+            names = set(_changes(draft.valid, draft.preset))
+        else:
+            names = {
+                field.name
+                for field in self.fields
+                if field.name not in _FOLLOWING
+                and field.input.value != field.shown(getattr(start, field.name))
+            }
+        return {name: f"{origin}: {_words(getattr(start, name)) or 'empty'}" for name in names}
+
+    def show(self, draft: _Draft, changed: dict[str, str]) -> None:
+        "Update the notes, the placeholders of fields that depend on others, and the titles."
+        wrong = _beside(draft.errors)
+        for field in self.fields:
+            field.tell(wrong.get(field.name, ""), changed.get(field.name, ""))
+            if field.name in _FOLLOWING and draft.valid:
+                value = _words(getattr(_follow(draft.valid), field.name))
+                set_if_new(field.input, f"empty: {value}", "placeholder")
+        titles = tuple(self._title(group, wrong, changed) for group in self.groups)
+        set_if_new(self.widget, titles, "titles")
+
+    def _title(self, group: str, wrong: dict[str, str], changed: dict[str, str]) -> str:
+        names = {field.name for field in self.fields if field.group == group}
+        count = len(names & changed.keys())
+        return f"{group}{f' •{count}' if count else ''}{' ✗' if names & wrong.keys() else ''}"
+
+# %% ../nbs/01_config_form.ipynb #53e7266d
+def _message(draft: _Draft, runner: _Runner) -> str:
+    busy = f"<b>{escape(runner.busy)}</b> " if runner.busy else ""
+    wrong = "".join(f"<div>{escape(line)}</div>" for line in draft.complaints)
+    return f'{busy}{runner.remark}<div class="multigpu-bad" role="alert">{wrong}</div>'
+
+
+def _code(draft: _Draft) -> str:
+    shown = {"Python, papermill and Run": "waiting for the fields marked ✗ to be fixed"}
+    if draft.valid:
+        shown = {"Python": draft.call, "papermill": draft.command}
+    return "".join(f"{name}<pre>{escape(code)}</pre>" for name, code in shown.items())
+
+
+class _Widgets:
+    "A form's widgets, all in `root`. `typed` is called when the user changes a field."
+
+    def __init__(self, preset: str, typed: Callable[[], None]) -> None:
+        wide = w.Layout(width="auto", min_width="0")
+        self.tabs = _Tabs(wide, typed)
+        self.picker = w.Dropdown(
+            description="preset",
+            options=[("(none)", ""), *((name, name) for name in PRESETS)],
+            value=preset,
+            style={"description_width": "var(--multigpu-label)"},
+            layout=wide,
+        )
+        self.back = w.Button(layout=w.Layout(width="max-content"))
+        self.run_button = w.Button(description="Run", button_style="primary")
+        self.needs = w.HTML(layout=wide)
+        self.memory = _MemoryLine(wide)
+        self.message, self.code = w.HTML(layout=wide), w.HTML(layout=wide)
+        top = _grid([self.picker, self.needs], wide)
+        style = w.HTML(_STYLE, layout=w.Layout(display="none"))
+        buttons = w.HBox([self.run_button, self.back])
+        below = [buttons, self.message, self.memory.html, self.code]
+        self.root = w.VBox([style, top, self.tabs.widget, *below])
+        self.root.add_class("multigpu-form")
+
+    def show(self, draft: _Draft) -> None:
+        "Update everything that depends on the fields and the preset."
+        changed = self.tabs.changed(draft)
+        self.tabs.show(draft, changed)
+        needs = f"needs {escape(PRESET_NEEDS[draft.preset])}" if draft.preset else ""
+        set_if_new(self.needs, needs and f'<span class="multigpu-help">{needs}</span>')
+        goal = "Back to the preset" if draft.preset else "Back to the defaults"
+        set_if_new(self.back, goal, "description")
+        set_if_new(self.back, not changed, "disabled")
+        self.memory.show(draft.valid)
+
+    def show_next(self, draft: _Draft, runner: _Runner) -> None:
+        "Show what can be done now: Run and its code, the errors to fix, or the run in progress."
+        set_if_new(self.message, _message(draft, runner))
+        set_if_new(self.run_button, bool(runner.busy) or not draft.valid, "disabled")
+        set_if_new(self.code, _code(draft))
 
 # %% ../nbs/01_config_form.ipynb #5ad152d8
 class Form:
     "A form shown in a cell; `config`, `call`, `command` and `run` tell what the user made of it."
 
     def __init__(self, cfg: RunConfig | None = None) -> None:
-        self._config, self._errors = cfg or RunConfig(), {}
-        self._preset = min(["", *PRESETS], key=lambda preset: len(_changes(self._config, preset)))
-        self._fields: list[_Field] = []
-        self._place: CellOutput | None = None
+        self._draft = _Draft.of(cfg or RunConfig())
+        self._widgets: _Widgets | None = None
+        self._runner = _Runner(self._draw)
         self._lock = threading.RLock()  # keystrokes come in one thread, the end of a run in another
-        self._setting, self._busy, self._remark = False, "", ""
-        self._timer = threading.Timer(0, lambda: None)
-        self.run: Run | None = None
 
     @property
     def config(self) -> RunConfig:
         "The current configuration. Raises `ConfigError` while a field is wrong."
-        return self._config or RunConfig(**self._values())
+        return self._draft.config
 
     @property
     def call(self) -> str:
         "The line of Python that does the same as Run."
-        return _call(self.config, self._preset)
+        return self._draft.call
 
     @property
     def command(self) -> str:
         "The papermill command that does the same as Run."
-        return _command(self.config, self._preset)
+        return self._draft.command
+
+    @property
+    def run(self) -> Run | None:
+        "The run that was started last."
+        return self._runner.run
 
     @property
     def inputs(self) -> dict[str, w.ValueWidget]:
         "The input of each field by name; setting `value` has the same effect as typing."
-        self._build()
-        return {field.name: field.input for field in self._fields}
+        return {field.name: field.input for field in self._build().tabs.fields}
 
     def __repr__(self) -> str:
-        if self._config:
-            return f"{self.call}\n{self.command}"
-        return "\n".join(["fix first:", *self._complaints()])
+        return str(self._draft)
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -365,211 +610,39 @@ class Form:
         if not has_viewer():
             display({"text/plain": repr(self)}, raw=True)
             return
-        self._build()
-        display({**self._root._repr_mimebundle_(), "text/plain": repr(self)}, raw=True)
-        self._place = CellOutput()
+        root = self._build().root
+        display({**root._repr_mimebundle_(), "text/plain": repr(self)}, raw=True)
+        self._runner.output = CellOutput()
 
-    def _build(self) -> None:
+    def _build(self) -> _Widgets:
         "Make the widgets once, and only for a viewer: papermill would save them all in its notebook."
-        if self._fields:
-            return
-        wide = w.Layout(width="auto", min_width="0")
-        self._fields = [_Field(name, info, wide) for name, info in RunConfig.model_fields.items()]
-        self._groups = list(dict.fromkeys(field.group for field in self._fields))
-        pages = []
-        for group in self._groups:
-            pages.append(
-                w.Box(
-                    [
-                        part
-                        for field in self._fields
-                        if field.group == group
-                        for part in field.parts
-                    ],
-                    layout=wide,
-                )
-            )
-            pages[-1].add_class("multigpu-fields")
-        self._tabs = w.Tab(pages, titles=self._groups)
-        self._picker = w.Dropdown(
-            description="preset",
-            options=[("(none)", ""), *((name, name) for name in PRESETS)],
-            value=self._preset,
-            style={"description_width": "var(--multigpu-label)"},
-            layout=wide,
-        )
-        self._back = w.Button(layout=w.Layout(width="max-content"))
-        self._run_button = w.Button(description="Run", button_style="primary")
-        self._needs, self._memory, self._message, self._code = (
-            w.HTML(layout=wide) for _ in range(4)
-        )
-        top = w.Box([self._picker, self._needs], layout=wide)
-        top.add_class("multigpu-fields")
-        style, buttons = (
-            w.HTML(_STYLE, layout=w.Layout(display="none")),
-            w.HBox([self._run_button, self._back]),
-        )
-        self._root = w.VBox(
-            [style, top, self._tabs, buttons, self._message, self._memory, self._code]
-        )
-        self._root.add_class("multigpu-form")
-        self._write(self._config)
-        for field in self._fields:
-            field.input.observe(self._on_change, "value")
-        self._picker.observe(self._on_preset, "value")
-        self._back.on_click(lambda _: self._write(_start(self._preset)))
-        self._run_button.on_click(self._on_run)
-
-    def _values(self) -> dict[str, Any]:
-        return {name: value for field in self._fields for name, value in field.read().items()}
+        if self._widgets is None:
+            made = self._widgets = _Widgets(self._draft.preset, self._update)
+            self._write(self._draft.config)
+            made.picker.observe(lambda _: self._write(_start(made.picker.value)), "value")
+            made.back.on_click(lambda _: self._write(_start(made.picker.value)))
+            made.run_button.on_click(self._on_run)
+        return self._widgets
 
     def _write(self, cfg: RunConfig) -> None:
-        "Set all fields. A field that depends on others stays empty while it has the value they give it."
-        alone = _follow(cfg)
-        self._setting = True
-        for field in self._fields:
-            value = getattr(cfg, field.name)
-            follows = field.name in _FOLLOWING and value == getattr(alone, field.name)
-            _set(field.input, field.shown(None if follows else value))
-        self._setting = False
+        self._widgets.tabs.write(cfg)
         self._update()
-
-    def _on_change(self, _: Any) -> None:
-        if not self._setting:
-            self._update()
-
-    def _on_preset(self, change: Any) -> None:
-        self._preset = change["new"]
-        self._write(_start(self._preset))
 
     def _update(self) -> None:
         "Read all fields and update everything that depends on them."
         with self._lock:
-            before = self._config
-            self._config, self._errors = _check(self._values())
-            start, origin = _start(self._preset), "preset" if self._preset else "default"
-            if self._config:
-                changed = set(_changes(self._config, self._preset))
-            else:
-                others = [field for field in self._fields if field.name not in _FOLLOWING]
-                changed = {
-                    field.name
-                    for field in others
-                    if field.input.value != field.shown(getattr(start, field.name))
-                }
-            beside = _beside(self._errors)
-            marks = {group: [0, False] for group in self._groups}
-            for field in self._fields:
-                error = beside.get(field.name, "")
-                field.tell(
-                    error,
-                    f"{origin}: {_words(getattr(start, field.name)) or 'empty'}"
-                    if field.name in changed
-                    else "",
-                )
-                marks[field.group][0] += field.name in changed
-                marks[field.group][1] |= bool(error)
-                if field.name in _FOLLOWING and self._config:
-                    _set(
-                        field.input,
-                        f"empty: {_words(getattr(_follow(self._config), field.name))}",
-                        "placeholder",
-                    )
-            _set(
-                self._tabs,
-                tuple(
-                    f"{group}{f' •{count}' if count else ''}{' ✗' if wrong else ''}"
-                    for group, (count, wrong) in marks.items()
-                ),
-                "titles",
-            )
-            _set(
-                self._needs,
-                f'<span class="multigpu-help">needs {escape(PRESET_NEEDS[self._preset])}</span>'
-                if self._preset
-                else "",
-            )
-            _set(
-                self._back,
-                "Back to the preset" if self._preset else "Back to the defaults",
-                "description",
-            )
-            _set(self._back, not changed, "disabled")
-            if self._config and (self._config != before or not self._memory.value):
-                self._estimate_later(self._config)
+            widgets = self._widgets
+            self._draft = _Draft.read(widgets.picker.value, widgets.tabs.values())
+            widgets.show(self._draft)
             self._draw()
-
-    def _complaints(self) -> list[str]:
-        return [f"✗ {name}: {why}" if name else f"✗ {why}" for name, why in self._errors.items()]
 
     def _draw(self) -> None:
-        "Show what can be done now: Run and its code, the errors to fix, or the run in progress."
         with self._lock:
-            wrong = "".join(f"<div>{escape(line)}</div>" for line in self._complaints())
-            busy = f"<b>{escape(self._busy)}</b> " if self._busy else ""
-            _set(
-                self._message,
-                f'{busy}{self._remark}<div class="multigpu-bad" role="alert">{wrong}</div>',
-            )
-            _set(self._run_button, bool(self._busy) or not self._config, "disabled")
-            waits = {"Python, papermill and Run": "waiting for the fields marked ✗ to be fixed"}
-            shown = {"Python": self.call, "papermill": self.command} if self._config else waits
-            _set(
-                self._code,
-                "".join(f"{name}<pre>{escape(code)}</pre>" for name, code in shown.items()),
-            )
+            self._widgets.show_next(self._draft, self._runner)
 
     def _on_run(self, _: Any) -> None:
-        with self._lock:
-            if self._busy or not self._config:
-                return
-            cfg, self._busy, self._remark = self._config, "starting", ""
-            self._draw()
-        try:
-            self.run, said = _launch(cfg, self._place)
-        except Exception as error:  # a button's traceback would be lost in the browser's log
-            words = f"✗ {type(error).__name__}: {escape(str(error))}"
-            self._busy = ""
-            self._remark = f'<div class="multigpu-bad" role="alert">{words}</div>'
-        else:
-            self._busy, self._remark = f"running: {self.run.name}", f"<div>{escape(said)}</div>"
-            threading.Thread(
-                target=self._watch, args=(self.run,), name=f"form-{self.run.name}", daemon=True
-            ).start()
-        self._draw()
-
-    def _watch(self, run: Run) -> None:
-        "Wait until the run's panel has shown its end: the next run uses the same output."
-        why = ""
-        try:
-            run.wait(panel=self._place or False)
-        except Exception as error:
-            why = f": {next(iter(str(error).splitlines()), type(error).__name__)}"
-        self._busy, self._remark = "", f"<div>{escape(f'{run.name}: {run.state}{why}')}</div>"
-        self._draw()
-
-    def _estimate_later(self, cfg: RunConfig) -> None:
-        "Estimate the memory of `cfg` once typing pauses, so that it never delays a keystroke."
-        self._timer.cancel()
-        self._timer = threading.Timer(_ESTIMATE_AFTER_S, self._estimate, (cfg,))
-        self._timer.daemon = True
-        self._timer.start()
-        _set(self._memory, _fine("memory: estimating ..."))
-
-    def _estimate(self, cfg: RunConfig) -> None:
-        with _estimating:
-            if cfg != self._config:
-                return
-            try:
-                found = estimate(cfg)
-                text = " ".join(
-                    [found.line, *(f"Nearest: {remedy}." for remedy in found.remedies[:1])]
-                )
-            except Exception as error:  # a form without an estimate is still a form
-                text = f"no estimate: {error}"
-        with self._lock:
-            if cfg == self._config:
-                _set(self._memory, _fine(f"memory: {text}"))
+        if cfg := self._draft.valid:
+            self._runner.start(cfg)
 
 # %% ../nbs/01_config_form.ipynb #3df29e15
 def form(cfg: RunConfig | None = None) -> Form:

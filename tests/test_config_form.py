@@ -20,9 +20,9 @@ from multigpu_ft.run.config import PRESET_NEEDS, PRESETS
 
 @pytest.fixture(autouse=True)
 def no_estimates(monkeypatch):
-    """Each takes a core for seconds.
+    """Put off estimates, each of which takes a core for seconds.
 
-    One put off is called off: in the same process ten minutes of other tests may follow."""
+    They are cancelled at the end: in the same process ten minutes of other tests may follow."""
     monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 600)
     yield
     for thread in threading.enumerate():
@@ -34,8 +34,8 @@ TINY = {"end_idx": 64, "batch_size": 8, "packing": "padded", "nproc": 1, "max_st
 
 
 def note(f, name):
-    "What is said beside a field."
-    html = next(field.note.value for field in f._fields if field.name == name)
+    "Return the note beside a field."
+    html = next(field.note.value for field in f._widgets.tabs.fields if field.name == name)
     return unescape(re.sub(r"<[^>]*>", " ", html))
 
 
@@ -44,16 +44,16 @@ def shown(widget):
 
 
 def tab(f, group):
-    return f._tabs.titles[f._groups.index(group)]
+    return f._widgets.tabs.widget.titles[f._widgets.tabs.groups.index(group)]
 
 
 def called(f):
-    "The configuration that the Python call launches."
+    "Return the configuration that the Python call launches."
     return eval(f.call, {"launch": lambda cfg: cfg, "RunConfig": RunConfig})
 
 
 def commanded(f):
-    "The configuration that the papermill command launches, read as papermill reads it."
+    "Return the configuration that the papermill command launches, read as papermill reads it."
     program, notebook, out, *words = shlex.split(f.command)
     assert (program, notebook.endswith("train.ipynb"), out) == (
         "papermill",
@@ -77,7 +77,9 @@ def test_every_field_has_an_input_a_label_and_help_under_its_group():
     assert list(f.inputs) == list(RunConfig.model_fields)
     for name, info in RunConfig.model_fields.items():
         assert f.inputs[name].description == name and info.description in note(f, name)
-        page = f._tabs.children[f._groups.index(info.json_schema_extra["group"])]
+        page = f._widgets.tabs.widget.children[
+            f._widgets.tabs.groups.index(info.json_schema_extra["group"])
+        ]
         assert any(
             f.inputs[name] in (child, *getattr(child, "children", ())) for child in page.children
         )
@@ -100,7 +102,7 @@ def test_an_input_is_of_its_fields_type_and_bounds():
     assert {name: type(f.inputs[name]) for name in types} == types
     sliders = {
         field.name: (type(field.slider), field.slider.min, field.slider.max)
-        for field in f._fields
+        for field in f._widgets.tabs.fields
         if field.slider
     }
     assert sliders == {
@@ -156,24 +158,29 @@ def test_an_error_is_beside_its_field_as_long_as_it_lasts():
     ) and "✗" not in note(f, "accum_steps")
     assert "✗" in tab(f, "training") and "✗" not in tab(f, "data")
     assert (
-        f._run_button.disabled
-        and "batch_size: input should be" in shown(f._message)
-        and "launch(" not in f._code.value
+        f._widgets.run_button.disabled
+        and "batch_size: input should be" in shown(f._widgets.message)
+        and "launch(" not in f._widgets.code.value
     )
     assert "multigpu-wrong" in f.inputs["batch_size"]._dom_classes and "batch_size" in repr(f)
     for ask in (lambda: f.config, lambda: f.call, lambda: f.command):
         with pytest.raises(ConfigError, match="batch_size='0': input should be"):
             ask()
     f.inputs["batch_size"].value = "16"
-    assert "✗" not in note(f, "batch_size") + "".join(f._tabs.titles) + f._message.value
+    assert (
+        "✗"
+        not in note(f, "batch_size")
+        + "".join(f._widgets.tabs.widget.titles)
+        + f._widgets.message.value
+    )
     assert (
         f.config.batch_size == 16
-        and not f._run_button.disabled
+        and not f._widgets.run_button.disabled
         and "multigpu-wrong" not in f.inputs["batch_size"]._dom_classes
     )
 
 
-def test_what_is_half_typed_stays_as_it_is():
+def test_half_typed_text_stays_as_it_is():
     f = form()
     for text in ("1", "1e", "1e-", "1e-4", " 1e-4", "", "-"):
         f.inputs["learning_rate"].value = text
@@ -184,7 +191,7 @@ def test_what_is_half_typed_stays_as_it_is():
 def test_a_slider_and_its_number_move_together():
     f = form()
     number = f.inputs["weight_decay"]
-    slider = next(field.slider for field in f._fields if field.name == "weight_decay")
+    slider = next(field.slider for field in f._widgets.tabs.fields if field.name == "weight_decay")
     assert (slider.value, number.value) == (0.01, "0.01")
     slider.value = 0.25
     assert number.value == "0.25" and f.config.weight_decay == 0.25
@@ -195,7 +202,7 @@ def test_a_slider_and_its_number_move_together():
     number.value = "0.0001"
     slider.value = 0.0  # the browser rounds what it was told, and says so
     assert number.value == "0.0001" and f.config.weight_decay == 1e-4
-    f._back.click()
+    f._widgets.back.click()
     assert slider.value == 0.01
 
 
@@ -203,14 +210,16 @@ def test_fields_that_contradict_each_other():
     f = form()
     f.inputs["strategy"].value = "single"
     f.inputs["nproc"].value = "2"
-    assert "use strategy='ddp'" in shown(f._message) and f._run_button.disabled
+    assert "use strategy='ddp'" in shown(f._widgets.message) and f._widgets.run_button.disabled
     assert (
         "✗" in note(f, "strategy")
         and "✗" in note(f, "nproc")
         and tab(f, "parallelism") == "parallelism •2 ✗"
     )
     f.inputs["nproc"].value = ""
-    assert "✗" not in f._message.value + note(f, "strategy") and f.config.strategy == "single"
+    assert (
+        "✗" not in f._widgets.message.value + note(f, "strategy") and f.config.strategy == "single"
+    )
     f.inputs["hf_repo"].value = "no name"
     assert "user/name" in note(f, "hf_repo"), "only one field is to blame, so it is said beside it"
 
@@ -218,9 +227,9 @@ def test_fields_that_contradict_each_other():
 def test_a_secret_is_refused_and_not_shown():
     f, secret = form(), "hf_" + "a" * 34
     f.inputs["hf_repo"].value = secret
-    assert "access token" in note(f, "hf_repo") and f._run_button.disabled
+    assert "access token" in note(f, "hf_repo") and f._widgets.run_button.disabled
     assert all(
-        secret not in widget.value for widget in (f._message, f._code)
+        secret not in widget.value for widget in (f._widgets.message, f._widgets.code)
     ) and secret not in note(f, "hf_repo") + repr(f)
 
 
@@ -228,16 +237,16 @@ def test_a_secret_is_refused_and_not_shown():
 def test_a_preset_sets_all_fields_and_what_differs_is_marked(preset):
     f = form()
     f.inputs["seed"].value = "7"
-    f._picker.value = preset
+    f._widgets.picker.value = preset
     assert (
         f.config == RunConfig.preset(preset)
         and f.call == f"launch(RunConfig.preset({preset!r}))"
         and agrees(f)
     )
     assert (
-        PRESET_NEEDS[preset] in shown(f._needs)
-        and f._back.disabled
-        and "•" not in "".join(f._tabs.titles)
+        PRESET_NEEDS[preset] in shown(f._widgets.needs)
+        and f._widgets.back.disabled
+        and "•" not in "".join(f._widgets.tabs.widget.titles)
     )
     f.inputs["batch_size"].value, f.inputs["end_idx"].value = "3", "900"
     assert f"• preset: {RunConfig.preset(preset).batch_size}" in note(
@@ -252,9 +261,9 @@ def test_a_preset_sets_all_fields_and_what_differs_is_marked(preset):
     assert "•" in note(f, "batch_size") and tab(f, "parallelism") == "parallelism •1 ✗", (
         "an error elsewhere does not hide what was changed"
     )
-    f._back.click()
-    assert f.config == RunConfig.preset(preset) and f._back.disabled
-    f._picker.value = ""
+    f._widgets.back.click()
+    assert f.config == RunConfig.preset(preset) and f._widgets.back.disabled
+    f._widgets.picker.value = ""
     assert f.config == RunConfig() and f.call == "launch(RunConfig())"
 
 
@@ -283,7 +292,7 @@ def test_all_three_outputs_mean_the_same(values):
     f._build()  # from here on it is what the inputs hold
     f._update()
     assert f.config == cfg and agrees(f)
-    assert not f._preset or len(f.call) < len(repr(cfg)), (
+    assert not f._draft.preset or len(f.call) < len(repr(cfg)), (
         "a preset that is near is the shortest way to say it"
     )
 
@@ -307,7 +316,7 @@ def test_the_learning_rate_follows_model_and_tuning_while_it_is_empty():
         rate.placeholder == "empty: 0.0002"
         and f.call == "launch(RunConfig(model='facebook/opt-125m', tuning='lora'))"
     )
-    f._picker.value = "opt-1.3b-arxiv"
+    f._widgets.picker.value = "opt-1.3b-arxiv"
     assert rate.value == "5e-06"
     rate.value = ""
     assert (
@@ -321,30 +330,30 @@ def test_run_starts_a_run_and_waits_for_its_end(run_root):
     f = form(RunConfig(run_root=str(run_root), **TINY))
     f.inputs["seed"].value = "1"
     assert f.run is None
-    f._run_button.click()
+    f._widgets.run_button.click()
     assert f.run.config.seed == 1 and f.run.config.max_steps == 3
     assert (
-        f._run_button.disabled
-        and f"running: {f.run.name}" in shown(f._message)
-        and "starts from the base model" in shown(f._message)
+        f._widgets.run_button.disabled
+        and f"running: {f.run.name}" in shown(f._widgets.message)
+        and "starts from the base model" in shown(f._widgets.message)
     )
     first = f.run
-    f._on_run(None)  # a click that was under way
+    f._on_run(None)  # a click that was already on its way
     assert f.run is first
     f.run.wait(timeout=120)
-    until(lambda: not f._run_button.disabled, 10, "Run can be pressed again")
-    assert f"{f.run.name}: done" in shown(f._message) and len(f.run.metrics) == 3
+    until(lambda: not f._widgets.run_button.disabled, 10, "Run can be pressed again")
+    assert f"{f.run.name}: done" in shown(f._widgets.message) and len(f.run.metrics) == 3
 
 
-def test_what_launch_refuses_is_said_in_the_form(tmp_path):
+def test_the_form_shows_why_launch_refuses(tmp_path):
     f = form(RunConfig(run_root=str(tmp_path / "runs"), dataset="no<such>.jsonl"))
     f._build()
-    f._run_button.click()
+    f._widgets.run_button.click()
     assert (
-        "✗ DataError: dataset 'no<such>.jsonl'" in shown(f._message).replace("\n", "")
-        and "multigpu-bad" in f._message.value
+        "✗ DataError: dataset 'no<such>.jsonl'" in shown(f._widgets.message).replace("\n", "")
+        and "multigpu-bad" in f._widgets.message.value
     )
-    assert f.run is None and not f._run_button.disabled and not (tmp_path / "runs").exists()
+    assert f.run is None and not f._widgets.run_button.disabled and not (tmp_path / "runs").exists()
 
 
 def test_only_what_the_button_prints_goes_to_the_form(capsys):
@@ -375,15 +384,22 @@ def test_an_estimate_comes_when_typing_pauses(monkeypatch):
     monkeypatch.setattr(config_form, "estimate", estimate)
     for text in ("1", "12", "123"):
         f.inputs["batch_size"].value = text
-    assert "estimating" in shown(f._memory) and not asked
+    assert "estimating" in shown(f._widgets.memory.html) and not asked
     until(
-        lambda: "memory: 123 GB <each>. Nearest: batch_size=1: 2.0 GiB." in shown(f._memory),
+        lambda: (
+            "memory: 123 GB <each>. Nearest: batch_size=1: 2.0 GiB."
+            in shown(f._widgets.memory.html)
+        ),
         5,
         "an estimate",
     )
     f.inputs["batch_size"].value = "x"
     f.inputs["batch_size"].value = "99"
-    until(lambda: "no estimate: no such model" in shown(f._memory), 5, "why there is none")
+    until(
+        lambda: "no estimate: no such model" in shown(f._widgets.memory.html),
+        5,
+        "why there is none",
+    )
     assert asked == [123, 99], "only for what was typed when it paused"
 
 
@@ -403,18 +419,21 @@ def test_several_forms_estimate_one_after_the_other(monkeypatch):
     for f in forms:
         f._build()
     until(
-        lambda: all(f"memory: {size} GB." in shown(f._memory) for size, f in enumerate(forms, 1)),
+        lambda: all(
+            f"memory: {size} GB." in shown(f._widgets.memory.html)
+            for size, f in enumerate(forms, 1)
+        ),
         10,
         "all estimates",
     )
     assert at_once == [1, 1, 1]
 
 
-def test_where_nobody_looks_it_is_text_and_no_widget(capsys):
+def test_without_a_viewer_it_is_text_and_no_widget(capsys):
     f = form(RunConfig(**TINY))
     f._ipython_display_()
     out = capsys.readouterr().out
-    assert "launch(RunConfig(end_idx=64" in out and "papermill" in out and not f._fields
+    assert "launch(RunConfig(end_idx=64" in out and "papermill" in out and f._widgets is None
 
 
 def test_it_is_quick():

@@ -86,10 +86,94 @@ def _last_step(folder: Path) -> int:
             return event.step - 1
     return 0
 
-# %% ../../nbs/tracking/03_tensorboard.ipynb #0f365cf3
+# %% ../../nbs/tracking/03_tensorboard.ipynb #96005cad
+def _event(step: int, values: list[Any], moment: float | None = None) -> Any:
+    "Return an event with the `values` of a step, at `moment` in seconds since 1970 or now."
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    moment = time.time() if moment is None else moment
+    return Event(wall_time=moment, step=step, summary=Summary(value=values))
+
+
+def _numbers(record: dict[str, Any]) -> list[Any]:
+    "Return the numbers of a line of metrics.jsonl."
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return [
+        Summary.Value(tag=_tag(name), simple_value=value)
+        for name, value in scalars(record).items()
+        if name not in ("step", "time")
+    ]
+
+
+def _histogram(name: str, h: Histogram) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+    proto = HistogramProto(
+        min=h.edges[0],
+        max=h.edges[-1],
+        num=h.counts.sum(),
+        sum=h.sum,
+        sum_squares=h.squares,
+        bucket_limit=h.edges[1:],
+        bucket=h.counts,
+    )
+    return Summary.Value(tag=name, histo=proto)
+
+
+def _settings_table(settings: dict[str, Any]) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+
+    rows = [f"| {name} | {value} |" for name, value in settings.items()]
+    table = "\n".join(["| setting | value |", "|---|---|", *rows])
+    plugin = SummaryMetadata.PluginData(plugin_name="text")
+    return Summary.Value(
+        tag="settings",
+        metadata=SummaryMetadata(plugin_data=plugin),
+        tensor=TensorProto(dtype="DT_STRING", string_val=[table.encode()]),
+    )
+
+# %% ../../nbs/tracking/03_tensorboard.ipynb #aba3d940
 _FORGET_AFTER = 2**24  # bytes that wait for room on a full disk
 
 
+class _EventFile:
+    "A new event file in `folder`, which TensorBoard reads after those that are `there`."
+
+    def __init__(self, folder: Path, there: list[Path]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        # TensorBoard reads files in the order of their names.
+        newest = int(there[-1].name.split(".")[3]) if there else 0
+        moment = max(int(time.time()), newest + 1)
+        name = f"events.out.tfevents.{moment:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._path = folder / name
+        self._unwritten = b""
+        self.write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, event: Any) -> None:
+        "Append `event` to the file. On a full disk it waits for the next event."
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        # Events are kept or dropped as a whole: readers stop at a partial one.
+        if len(self._unwritten) < _FORGET_AFTER:
+            self._unwritten += record.getvalue()
+        size = 0
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "ab") as file:
+                size = file.tell()
+                file.write(self._unwritten)
+            self._unwritten = b""
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self._path, size)
+
+# %% ../../nbs/tracking/03_tensorboard.ipynb #0f365cf3
 class TensorBoard:
     """Writes the curve of a line to `folder`.
 
@@ -105,85 +189,20 @@ class TensorBoard:
         earlier: Callable[[], list[dict[str, Any]]],
     ) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary, self._histogram, self._record_writer = (
-            Event,
-            Summary,
-            HistogramProto,
-            RecordWriter,
-        )
         there, has = _event_files(folder), _last_step(folder)
-        newest = int(there[-1].name.split(".")[3]) if there else 0
-        moment = max(
-            int(time.time()), newest + 1
-        )  # TensorBoard reads files in the order of their names
-        self._path = (
-            folder / f"events.out.tfevents.{moment:010d}.{socket.gethostname()}.{os.getpid()}.0"
-        )
-        self._unwritten = b""
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._file = _EventFile(folder, there)
         if there:
-            restart = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=min(step, has) + 1, session_log=restart))
+            restart, first = SessionLog(status=SessionLog.START), min(step, has) + 1
+            self._file.write(Event(wall_time=time.time(), step=first, session_log=restart))
         for record in earlier() if has < step else ():
             if record["step"] > has:
                 self.log(record)
-        rows = [f"| {name} | {value} |" for name, value in settings.items()]
-        table = "\n".join(["| setting | value |", "|---|---|", *rows])
-        text = Summary.Value(
-            tag="settings",
-            metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
-            tensor=TensorProto(dtype="DT_STRING", string_val=[table.encode()]),
-        )
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=[text])))
+        self._file.write(_event(step, [_settings_table(settings)]))
 
     def log(self, record: dict[str, Any]) -> None:
-        values = [
-            self._summary.Value(tag=_tag(name), simple_value=value)
-            for name, value in scalars(record).items()
-            if name not in ("step", "time")
-        ]
-        summary = self._summary(value=values)
-        self._write(
-            self._event(
-                wall_time=record.get("time", time.time()), step=record["step"], summary=summary
-            )
-        )
+        self._file.write(_event(record["step"], _numbers(record), record.get("time")))
 
     def log_histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
-        values = []
-        for name, h in histograms.items():
-            proto = self._histogram(
-                min=h.edges[0],
-                max=h.edges[-1],
-                num=h.counts.sum(),
-                sum=h.sum,
-                sum_squares=h.squares,
-                bucket_limit=h.edges[1:],
-                bucket=h.counts,
-            )
-            values.append(self._summary.Value(tag=name, histo=proto))
-        self._write(
-            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-        )
-
-    def _write(self, event: Any) -> None:
-        "Append `event` to the file. On a full disk it waits for the next event."
-        record = io.BytesIO()
-        self._record_writer(record).write(event.SerializeToString())
-        # Events are kept or dropped as a whole: readers stop at a partial one.
-        if len(self._unwritten) < _FORGET_AFTER:
-            self._unwritten += record.getvalue()
-        size = 0
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "ab") as file:
-                size = file.tell()
-                file.write(self._unwritten)
-            self._unwritten = b""
-        except OSError:
-            with suppress(OSError):
-                os.truncate(self._path, size)
+        values = [_histogram(name, histogram) for name, histogram in histograms.items()]
+        self._file.write(_event(step, values))

@@ -7,8 +7,9 @@ __all__ = ['check_trackers', 'Trackers']
 
 # %% ../../nbs/tracking/06_trackers.ipynb #b2f1959c
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,64 @@ def check_trackers(cfg: RunConfig) -> None:
             "pip install \"multigpu_ft[tracking]\", or use tracker='none'."
         )
 
+# %% ../../nbs/tracking/06_trackers.ipynb #35e392d0
+class _UntilError:
+    "A TensorBoard that is off after its first error. `remarks` are for the user."
+
+    def __init__(self, make: Callable[[], TensorBoard]) -> None:
+        self.remarks: list[str] = []
+        self._board: TensorBoard | None = None
+        with self._or_off():
+            self._board = make()
+
+    def log(self, record: dict[str, Any]) -> None:
+        with self._or_off():
+            if self._board:
+                self._board.log(record)
+
+    def log_histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
+        with self._or_off():
+            if self._board:
+                self._board.log_histograms(step, histograms)
+
+    @contextmanager
+    def _or_off(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._board = None
+            problem = f"TensorBoard is off for the rest of this run ({shortened(error)})"
+            self.remarks.append(f"{problem}; metrics.jsonl is still written")
+
+
+def _open_tensorboard(
+    roots: list[Path],
+    line: str,
+    step: int,
+    settings: dict[str, Any],
+    earlier: Callable[[], list[dict[str, Any]]],
+) -> TensorBoard:
+    "Open a line's folder. The first of `roots` holds this run; the last may be an earlier session's."
+    folder = roots[0] / "tensorboard" / line
+    kept = roots[-1] / "tensorboard" / line  # with the earlier session's histograms
+    if not folder.exists() and kept.is_dir():
+        shutil.copytree(kept, folder)
+    return TensorBoard(folder, step, settings, earlier)
+
+# %% ../../nbs/tracking/06_trackers.ipynb #ec6b2442
+def _settle_line(
+    run_dir: RunDir, cfg: RunConfig, progress: Progress, checkpoint: Path | None
+) -> str | None:
+    "Choose the run's line, for `progress` and the status. Returns a remark if it is a new one."
+    slice = [progress.start_idx, progress.end_idx]
+    rows = progress.order["rows_a_step"]
+    progress.line, remark = choose_line(
+        run_dir, cfg, checkpoint, progress.line, progress.step, slice, rows
+    )
+    with suppress(OSError):  # a full disk
+        run_dir.update_status(line=progress.line)
+    return remark
+
 # %% ../../nbs/tracking/06_trackers.ipynb #9f412c2f
 _AFTER_FAILURE_S = 3  # the agent kills the ranks after 6
 
@@ -41,7 +100,7 @@ class Trackers:
 
     def __init__(
         self,
-        tensorboard: TensorBoard | None = None,
+        tensorboard: _UntilError | None = None,
         wandb: Wandb | None = None,
         artifacts: bool = False,
     ) -> None:
@@ -57,62 +116,31 @@ class Trackers:
         Also chooses the run's line; the status must already name the checkpoint. Only for the main rank, which writes
         the line's name into checkpoints.
         """
-        step = progress.step
-        slice = [progress.start_idx, progress.end_idx]
-        line, remark = choose_line(
-            run_dir, cfg, checkpoint, progress.line, step, slice, progress.order["rows_a_step"]
-        )
-        progress.line = line
-        with suppress(OSError):  # a full disk
-            run_dir.update_status(line=line)
-        settings = tracked_settings(run_dir)
-        roots = [
-            run_dir.path.parent,
-            *([checkpoint.parents[2]] if checkpoint and len(checkpoint.parents) > 2 else []),
-        ]
-
-        def earlier() -> list[dict[str, Any]]:
-            return earlier_metrics(run_dir, step)
-
+        remark = _settle_line(run_dir, cfg, progress, checkpoint)
+        line, step, settings = progress.line, progress.step, tracked_settings(run_dir)
+        roots = [run_dir.path.parent]
+        if checkpoint and len(checkpoint.parents) > 2:
+            roots.append(checkpoint.parents[2])
+        earlier = partial(earlier_metrics, run_dir, step)
         trackers = cls(artifacts=cfg.log_artifacts)
         if remark and cfg.trackers:
             trackers._remarks.append(remark)
         if "tensorboard" in cfg.trackers:
-            folder = roots[0] / "tensorboard" / line
-            kept = roots[-1] / "tensorboard" / line  # an earlier session's, with its histograms
-            with trackers._or_remark():
-                if not folder.exists() and kept.is_dir():
-                    shutil.copytree(kept, folder)
-                trackers._tensorboard = TensorBoard(folder, step, settings, earlier)
+            make = partial(_open_tensorboard, roots, line, step, settings, earlier)
+            trackers._tensorboard = _UntilError(make)
         if "wandb" in cfg.trackers:
             trackers._wandb = Wandb(run_dir, line, step, settings, earlier, roots)
         return trackers
 
-    @contextmanager
-    def _or_remark(self) -> Iterator[None]:
-        "Turn an error into a remark, and continue without TensorBoard."
-        try:
-            yield
-        except Exception as error:
-            self._tensorboard = None
-            problem = f"TensorBoard is off for the rest of this run ({shortened(error)})"
-            self._remarks.append(f"{problem}; metrics.jsonl is still written")
-
     def log(self, record: dict[str, Any]) -> list[str]:
         "Pass on a line of metrics.jsonl. Returns remarks for the user."
-        if self._tensorboard:
-            with self._or_remark():
-                self._tensorboard.log(record)
-        if self._wandb:
-            self._wandb.log(record)
+        for tracker in self._all():
+            tracker.log(record)
         return self._told()
 
     def log_histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
-        if self._tensorboard:
-            with self._or_remark():
-                self._tensorboard.log_histograms(step, histograms)
-        if self._wandb:
-            self._wandb.log_histograms(step, histograms)
+        for tracker in self._all():
+            tracker.log_histograms(step, histograms)
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         if self._wandb and self._artifacts:
@@ -124,8 +152,15 @@ class Trackers:
             self._wandb.close(_AFTER_FAILURE_S if failed else FINISH_S, int(failed))
         return self._told()
 
+    def _all(self) -> list[Any]:
+        return [tracker for tracker in (self._tensorboard, self._wandb) if tracker]
+
     def _told(self) -> list[str]:
+        told = self._remarks
+        self._remarks = []
+        if self._tensorboard:
+            told += self._tensorboard.remarks
+            self._tensorboard.remarks = []
         while self._wandb and not self._wandb.remarks.empty():
-            self._remarks.append(self._wandb.remarks.get())
-        told, self._remarks = self._remarks, []
+            told.append(self._wandb.remarks.get())
         return told

@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -105,9 +106,8 @@ def _answers(url: str, seconds: float) -> bool:
         except (OSError, ValueError):
             pass
 
-    threading.Thread(
-        target=ask, name="wandb-probe", daemon=True
-    ).start()  # name resolution has no timeout
+    # In a thread, because name resolution has no timeout.
+    threading.Thread(target=ask, name="wandb-probe", daemon=True).start()
     return answered.wait(seconds)
 
 
@@ -158,7 +158,7 @@ _PRIVATE = {
     "finish_timeout": FINISH_S,
 }
 
-
+# %% ../../nbs/tracking/05_wandb.ipynb #fc01cd88
 def _import_wandb() -> Any:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     for name in ("WANDB_DEBUG", "WANDB_CORE_DEBUG"):
@@ -172,11 +172,8 @@ def _init(run_dir: RunDir, line: str, config: dict[str, Any], mode: str, **setti
     "Start the W&B run of a line."
     import wandb
 
-    wanted = {
-        **_PRIVATE,
-        "stop_fn": run_dir.request_stop,
-        **settings,
-    }  # for the stop button on W&B's page
+    # The function is for the stop button on W&B's page.
+    wanted = {**_PRIVATE, "stop_fn": run_dir.request_stop, **settings}
     known = {name: value for name, value in wanted.items() if name in wandb.Settings.model_fields}
     cfg = run_dir.config()
     return wandb.init(
@@ -199,7 +196,7 @@ def _end_service() -> None:
 
     wandb.teardown()
 
-
+# %% ../../nbs/tracking/05_wandb.ipynb #7ade012c
 def _log(run: Any, record: dict[str, Any]) -> None:
     run.log(
         {**scalars(record), "_timestamp": record.get("time", time.time())},
@@ -208,9 +205,72 @@ def _log(run: Any, record: dict[str, Any]) -> None:
     )
 
 
+def _log_histograms(run: Any, step: int, histograms: dict[str, Histogram]) -> None:
+    import wandb
+
+    values = {
+        name: wandb.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()
+    }
+    # The numbers of the step follow and complete it.
+    run.log(values, step=step, commit=False)
+
+
+def _log_checkpoint(run: Any, line: str, path: Path, metadata: dict[str, Any]) -> str | None:
+    "Log an artifact that refers to a checkpoint's directory. Returns a remark if that failed."
+    import wandb
+
+    if not path.exists():  # replaced by a newer one in the meantime
+        return None
+    try:
+        artifact = wandb.Artifact(f"checkpoints-{line}", type="model", metadata=metadata)
+        artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
+        run.log_artifact(artifact, aliases=["latest", path.name])
+    except Exception as error:  # logging continues without the artifact
+        return f"checkpoint {path.name} was not logged as a W&B artifact: {shortened(error)}"
+    return None
+
+
 def shortened(error: BaseException) -> str:
     "Return what went wrong, in one line without secrets."
     return hide_secrets(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+
+# %% ../../nbs/tracking/05_wandb.ipynb #81faa736
+@dataclass(frozen=True)
+class _Line:
+    "W&B's run of a line: its `name`, and the folders, `roots`, that hold the line's runs."
+
+    run_dir: RunDir
+    name: str
+    config: dict[str, Any]
+    roots: list[Path]
+
+    def open(self) -> tuple[Any, int, str | None]:
+        "Return W&B's run, the last step that it has, and why it is offline."
+        wandb = _import_wandb()
+        files = [path for run in self._runs() for path in run.path.glob("wandb/*run-*/*.wandb")]
+        reason = _why_offline(wandb.setup(wandb.Settings(silent=True)).settings, _PROBE_S)
+        if not reason:
+            try:
+                run = _init(self.run_dir, self.name, self.config, "online")
+                return run, run.starting_step - 1, None
+            except Exception as error:
+                reason = shortened(error)
+        has = max((step for path in files for step in logged_steps(path)), default=0)
+        return _init(self.run_dir, self.name, self.config, "offline"), has, reason
+
+    def mark_synced(self) -> None:
+        "Mark all offline files of the line as uploaded."
+        _mark_synced([path for run in self._runs() for path in _wandb_files(run)])
+
+    def _runs(self) -> list[RunDir]:
+        return runs_of(self.name, *self.roots)
+
+
+def _fill_in(run: Any, records: list[dict[str, Any]], has: int) -> None:
+    "Log the records after step `has`."
+    for record in records:
+        if record["step"] > has:
+            _log(run, record)
 
 # %% ../../nbs/tracking/05_wandb.ipynb #cb58caf6
 _MOST_WAITING = 20_000  # jobs; more wait only if W&B hangs or is slower than training
@@ -220,7 +280,7 @@ class Wandb:
     """Logs a run to W&B's run of `line`, in a thread.
 
     `step` is where the run starts. `config` is shown as its settings. `earlier` returns records of the steps before,
-    which are added if W&B lacks them. `roots` are the folders that hold the line's runs.
+    which are added if W&B lacks them. `roots` are the folders that hold the line's runs. `remarks` are for the user.
     """
 
     def __init__(
@@ -232,58 +292,29 @@ class Wandb:
         earlier: Callable[[], list[dict[str, Any]]],
         roots: list[Path],
     ) -> None:
-        self._run_dir = run_dir
-        self._line = line
-        self._has = step
-        self._config = config
-        self._earlier = earlier
-        self._roots = roots
+        self._line = _Line(run_dir, line, config, roots)
+        self._has, self._earlier = step, earlier
+        self._sync = f"multigpu-ft sync {run_dir.path}"
+        self._remedy = f"metrics.jsonl is complete; to upload it: {self._sync}"
         self._todo: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._exit_code = 0
-        self.remarks: queue.SimpleQueue[str] = (
-            queue.SimpleQueue()
-        )  # remarks of the thread, for the user
+        self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
     def log(self, record: dict[str, Any]) -> None:
-        self._later(lambda run: _log(run, record) if record["step"] > self._has else None)
+        self._later(lambda run: _fill_in(run, [record], self._has))
 
     def log_histograms(self, step: int, histograms: dict[str, Histogram]) -> None:
-        def log(run: Any) -> None:
-            import wandb
-
-            if step > self._has:
-                values = {
-                    name: wandb.Histogram(np_histogram=(h.counts, h.edges))
-                    for name, h in histograms.items()
-                }
-                run.log(
-                    values, step=step, commit=False
-                )  # the numbers of the step follow and complete it
-
-        self._later(log)
+        self._later(lambda run: step > self._has and _log_histograms(run, step, histograms))
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         "Log an artifact that refers to the directory, with the digests of its files. Nothing is copied or uploaded."
-        files = read_commit(path)["files"]
+        metadata = {"step": step, "files": read_commit(path)["files"]}
 
         def log(run: Any) -> None:
-            import wandb
-
-            if not path.exists():  # replaced by a newer one in the meantime
-                return
-            metadata = {"step": step, "files": files}
-            try:
-                artifact = wandb.Artifact(
-                    f"checkpoints-{self._line}", type="model", metadata=metadata
-                )
-                artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
-                run.log_artifact(artifact, aliases=["latest", path.name])
-            except Exception as error:  # logging continues without the artifact
-                self.remarks.put(
-                    f"checkpoint {path.name} was not logged as a W&B artifact: {shortened(error)}"
-                )
+            if remark := _log_checkpoint(run, self._line.name, path, metadata):
+                self.remarks.put(remark)
 
         self._later(log)
 
@@ -299,10 +330,6 @@ class Wandb:
         if self._thread.is_alive():
             self.remarks.put(f"W&B did not finish within {seconds:g} s; {self._remedy}")
 
-    @property
-    def _remedy(self) -> str:
-        return f"metrics.jsonl is complete; to upload it: multigpu-ft sync {self._run_dir.path}"
-
     def _work(self) -> None:
         try:
             run = self._start()
@@ -311,37 +338,19 @@ class Wandb:
             run.finish(exit_code=self._exit_code)
             _end_service()
         except BaseException as error:  # no error of W&B may end training
-            self.remarks.put(
-                f"W&B is off for the rest of this run ({shortened(error)}); {self._remedy}"
-            )
+            problem = f"W&B is off for the rest of this run ({shortened(error)})"
+            self.remarks.put(f"{problem}; {self._remedy}")
 
     def _start(self) -> Any:
-        wandb = _import_wandb()
-        line_runs = runs_of(self._line, *self._roots)
-        line_files = [path for run in line_runs for path in run.path.glob("wandb/*run-*/*.wandb")]
-        reason = _why_offline(wandb.setup(wandb.Settings(silent=True)).settings, _PROBE_S)
-        run = None
-        if not reason:
-            try:
-                run = _init(self._run_dir, self._line, self._config, "online")
-                has = run.starting_step - 1
-            except Exception as error:
-                reason = shortened(error)
+        run, has, reason = self._line.open()
         if reason:
-            has = max((step for path in line_files for step in logged_steps(path)), default=0)
-            run = _init(self._run_dir, self._line, self._config, "offline")
-            later = f"multigpu-ft sync {self._run_dir.path}"
-            self.remarks.put(f"W&B is offline ({reason}). To upload the run later: {later}")
+            self.remarks.put(f"W&B is offline ({reason}). To upload the run later: {self._sync}")
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        for record in self._earlier() if has < self._has else ():
-            if record["step"] > has:
-                _log(run, record)
+        _fill_in(run, self._earlier() if has < self._has else [], has)
         self._has = max(self._has, has)
         if not reason:
-            _mark_synced(
-                [path for run in runs_of(self._line, *self._roots) for path in _wandb_files(run)]
-            )
+            self._line.mark_synced()
         return run
 
 # %% ../../nbs/tracking/05_wandb.ipynb #43e9ae78

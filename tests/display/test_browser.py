@@ -10,7 +10,7 @@ from harness.browser import make_notebook
 from harness.runs import processes, ranks, running, until
 
 IMPORTS = "from multigpu_ft import Run, RunConfig, form, launch, runs\n"
-# as long as somebody looks at it, each rank takes a processor for itself
+# while a page shows it, each rank takes a processor for itself
 LONG = (
     "RunConfig(run_root='runs', packing='padded', batch_size=2, end_idx=4000, "
     "save_every=50, keep=2, lr_scheduler='cosine', nproc={})"
@@ -19,7 +19,7 @@ LONG = (
 
 @pytest.fixture
 def place(lab):
-    "A lab whose runs are all gone when the test ends: `place(theme, **env)`."
+    "Return a function that starts a lab, `place(theme, **env)`; its runs are gone when the test ends."
     folders = []
 
     def start(theme="light", app="lab", **env):
@@ -35,12 +35,12 @@ def place(lab):
 
 
 def points(page, cell=0):
-    "How far the loss curve that a cell shows reaches: the number of its points."
+    "Return the number of points of the loss curve that a cell shows."
     lines = page.output(cell).locator("svg polyline")
     return len(lines.first.get_attribute("points").split()) if lines.count() else 0
 
 
-def test_fill_the_form_run_stop_restart_attach_and_go_on(place, shots):
+def test_fill_the_form_run_stop_restart_attach_and_resume(place, shots):
     here = place()
     notebook = make_notebook(
         here.folder / "form.ipynb",
