@@ -41,8 +41,7 @@ _OF_FILES = (*DATA_FILES, ".pt")
 
 
 def _run_name(cfg: RunConfig, resources: Resources) -> str:
-    """Return the name of the run, its job and its directory; by default another slice has another
-    one."""
+    "Return the name of the run, its job and its directory; by default it differs by slice."
     base = (
         cfg.run_name
         or f"{short_name(cfg.model)}-{cfg.start_idx}-{cfg.end_idx or cfg.start_idx + cfg.slice_size}"
@@ -52,6 +51,7 @@ def _run_name(cfg: RunConfig, resources: Resources) -> str:
 
 
 def _refuse_files_of_here(cfg: RunConfig) -> None:
+    "Raise `ConfigError` if `cfg` names a file of this machine."
     for field in ("model", "dataset", "eval_dataset", "resume_file"):
         value = getattr(cfg, field)
         if not value or value.startswith(("builtin:", "hub:", f"{SHARED}/")):
@@ -103,9 +103,8 @@ def _in_cluster(cfg: RunConfig, resources: Resources, name: str) -> RunConfig:
         "run_name": name,
         "nproc": resources.resources.gpu.accelerator_count or cfg.nproc or 1,
     }
-    changes["tracker"] = ",".join(
-        dict.fromkeys([*cfg.trackers, "tensorboard"])
-    )  # nobody sees the panel there
+    # no panel is shown there
+    changes["tracker"] = ",".join(dict.fromkeys([*cfg.trackers, "tensorboard"]))
     if cfg.deepspeed_config and not cfg.deepspeed_config.lstrip().startswith("{"):
         read_zero_config(cfg)
         changes["deepspeed_config"] = Path(cfg.deepspeed_config).read_text()
@@ -161,11 +160,8 @@ def _of_the_namespace(resources: Resources) -> list[Manifest]:
             "resources": ["pods", "pods/log", "services", "events"],
             "verbs": reads,
         },
-        {
-            "apiGroups": [""],
-            "resources": ["pods/portforward"],
-            "verbs": ["get", "create"],
-        },  # get: over websockets, before 1.35
+        # get: over websockets, before 1.35
+        {"apiGroups": [""], "resources": ["pods/portforward"], "verbs": ["get", "create"]},
         {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": reads},
         {"apiGroups": ["trainer.kubeflow.org"], "resources": ["trainjobs"], "verbs": reads},
     ]
@@ -372,34 +368,62 @@ def _train_job(resources: Resources, name: str) -> list[Manifest]:
 
 _JOB_OF = {"job": _job, "trainjob": _train_job}
 
+# %% ../../nbs/deploy/05_kubernetes.ipynb #93347a12
+def _pod_template(manifests: list[Manifest]) -> dict[str, Any]:
+    "Return the pod template of the nodes, which a Job or a TrainingRuntime carries."
+    for manifest in manifests:
+        if manifest["kind"] == "Job":
+            return manifest["spec"]["template"]
+        if manifest["kind"] == "TrainingRuntime":
+            jobs = manifest["spec"]["template"]["spec"]["replicatedJobs"]
+            return jobs[0]["template"]["spec"]["template"]
+    raise AssertionError("no job")
+
+
+def _file_name(number: int, manifest: Manifest, run: str) -> str:
+    "Return the file name of an object: its number, its kind, and its name without what all share."
+    name = manifest["metadata"]["name"].removeprefix(run).removeprefix(ACCOUNT).strip("-")
+    parts = [f"{number:02}", manifest["kind"].lower(), name]
+    return "-".join(filter(None, parts)) + ".yaml"
+
+
+def _facts(
+    run: str, namespace: str, cluster: str | None, pod: dict[str, Any]
+) -> list[tuple[str, str]]:
+    "Return what the user should see first, as pairs of a name and a text."
+    container = pod["spec"]["containers"][0]
+    limits = container["resources"]["limits"].items()
+    sent = "not sent; kubectl apply -f FOLDER, or submit=True, sends it"
+    if cluster:
+        sent = f"sent to {cluster}"
+    return [
+        ("run", f"{run} in namespace {namespace}, {sent}"),
+        ("each pod", " ".join(container["command"])),
+        ("image", container["image"]),
+        ("limits", ", ".join(f"{amount} {kind}" for kind, amount in limits)),
+    ]
+
 # %% ../../nbs/deploy/05_kubernetes.ipynb #d15c4df8
 class Manifests:
     "The objects of a run in a cluster: `manifests`, in the order in which they are sent."
 
     def __init__(self, name: str, manifests: list[Manifest]) -> None:
         self.name = name
-        self.manifests: list[Manifest] = json.loads(
-            json.dumps(manifests)
-        )  # no two share a part, which YAML would write as a reference
+        # objects that share a part would make YAML write references
+        self.manifests: list[Manifest] = json.loads(json.dumps(manifests))
         self.cluster: str | None = None
         self.remarks: list[str] = []
         self.files: list[Path] = []
 
     @property
     def namespace(self) -> str:
+        "The namespace that holds the run."
         return next(m["metadata"]["name"] for m in self.manifests if m["kind"] == "Namespace")
 
     @property
     def pod(self) -> dict[str, Any]:
-        "Return the pod template of the nodes."
-        for manifest in self.manifests:
-            if manifest["kind"] == "Job":
-                return manifest["spec"]["template"]
-            if manifest["kind"] == "TrainingRuntime":
-                return manifest["spec"]["template"]["spec"]["replicatedJobs"][0]["template"][
-                    "spec"
-                ]["template"]
-        raise AssertionError("no job")
+        "The pod template of the nodes."
+        return _pod_template(self.manifests)
 
     def write(self, folder: str | Path) -> list[Path]:
         "Write one YAML file per object, replacing those of an earlier run. Returns the new files."
@@ -410,17 +434,9 @@ class Manifests:
                 old.unlink()
         self.files = []
         for number, manifest in enumerate(self.manifests):
-            suffix = (
-                manifest["metadata"]["name"]
-                .removeprefix(self.name)
-                .removeprefix(ACCOUNT)
-                .strip("-")
-            )
-            self.files.append(
-                folder
-                / f"{'-'.join(filter(None, (f'{number:02}', manifest['kind'].lower(), suffix)))}.yaml"
-            )
-            self.files[-1].write_text(yaml.safe_dump(manifest, sort_keys=False, width=160))
+            path = folder / _file_name(number, manifest, self.name)
+            path.write_text(yaml.safe_dump(manifest, sort_keys=False, width=160))
+            self.files.append(path)
         return self.files
 
     def record(self) -> dict[str, Any]:
@@ -437,29 +453,16 @@ class Manifests:
         }
 
     def _facts(self) -> list[tuple[str, str]]:
-        container = self.pod["spec"]["containers"][0]
-        limits = ", ".join(
-            f"{amount} {kind}" for kind, amount in container["resources"]["limits"].items()
-        )
-        said = (
-            f"sent to {self.cluster}"
-            if self.cluster
-            else "not sent; kubectl apply -f FOLDER, or submit=True, sends it"
-        )
-        return [
-            ("run", f"{self.name} in namespace {self.namespace}, {said}"),
-            ("each pod", " ".join(container["command"])),
-            ("image", container["image"]),
-            ("limits", limits),
-        ]
+        return _facts(self.name, self.namespace, self.cluster, self.pod)
 
     def __repr__(self) -> str:
         facts = [f"{name:9} {value}" for name, value in self._facts()]
         rows = [f"  {m['kind']:21} {m['metadata']['name']}" for m in self.manifests]
-        files = (
-            [f"{'files':9} {self.files[0].parent}, {len(self.files)} of them"] if self.files else []
-        )
-        return "\n".join([*facts, *files, *(f"! {remark}" for remark in self.remarks), *rows])
+        files = []
+        if self.files:
+            files = [f"{'files':9} {self.files[0].parent}, {len(self.files)} of them"]
+        remarks = [f"! {remark}" for remark in self.remarks]
+        return "\n".join([*facts, *files, *remarks, *rows])
 
     def _repr_html_(self) -> str:
         facts = [(name, Html(f"<code>{escape(value)}</code>")) for name, value in self._facts()]
@@ -475,7 +478,7 @@ def deploy_kubernetes(
     target: Literal["job", "trainjob"] = "job",
     submit: bool = False,
 ) -> Manifests:
-    """Render `cfg` for a cluster, write it to a folder and, only if asked, sent.
+    """Render `cfg` for a cluster; write it to a folder and send it only if asked.
 
     Args:
         cfg: the run; its run_root, run_name, nproc and tracker become the cluster's

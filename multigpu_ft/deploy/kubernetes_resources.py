@@ -28,7 +28,6 @@ __all__ = ['SECRET_NAME', 'bytes_of', 'Gpu', 'Compute', 'SharedVolume', 'Tolerat
 
 # %% ../../nbs/deploy/02_kubernetes_resources.ipynb #9c7aba0b
 _FACTORS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "M": 10**6, "G": 10**9, "T": 10**12}
-_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?")
 
 
 def bytes_of(quantity: str) -> int:
@@ -58,6 +57,9 @@ def _check_cpu(value: Any) -> str:
     ):
         raise ValueError(f"{value!r} is not a number of processors; write 8, 0.5 or 500m")
     return str(value)
+
+# %% ../../nbs/deploy/02_kubernetes_resources.ipynb #d223ea40
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?")
 
 
 def _named(pattern: str, longest: int, rule: str) -> AfterValidator:
@@ -188,7 +190,7 @@ class Toleration(_Section):
     value: str | None = None
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
 
-
+# %% ../../nbs/deploy/02_kubernetes_resources.ipynb #51b03cd5
 class _Loader(yaml.SafeLoader):
     "A safe YAML loader without references, which could expand a few lines beyond any memory."
 
@@ -201,6 +203,33 @@ class _Loader(yaml.SafeLoader):
                 self.peek_event().start_mark,
             )
         return super().compose_node(parent, index)
+
+
+def _read_yaml(path: str | Path) -> dict[Any, Any]:
+    "Return the mapping in a YAML file. Raises `ConfigError`."
+    name = repr(str(path))
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ConfigError(
+            f"resources={name} cannot be read: {error.strerror}. Name a YAML file; "
+            "nbs/examples/resources.yaml is one."
+        ) from None
+    except yaml.YAMLError as error:
+        # the error's own text would quote the line
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", "see there")
+        raise ConfigError(f"resources={name} is not valid YAML{where}: {problem}.") from None
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        # PyYAML raises these for an invalid date, number or tag
+        raise ConfigError(f"resources={name} is no YAML that can be read: {error}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"resources={name} holds a {type(values).__name__}, "
+            "not keys such as image, replicas and resources."
+        )
+    return values
 
 # %% ../../nbs/deploy/02_kubernetes_resources.ipynb #2261eed2
 class Resources(_Section):
@@ -255,35 +284,7 @@ class Resources(_Section):
             return source
         if isinstance(source, dict):
             return cls(**source)
-        try:
-            values = yaml.load(Path(source).read_text(encoding="utf-8"), _Loader)
-        except OSError as error:
-            raise ConfigError(
-                f"resources={str(source)!r} cannot be read: {error.strerror}. Name a YAML file; "
-                "nbs/examples/resources.yaml is one."
-            ) from None
-        except yaml.YAMLError as error:
-            # the error's own text would quote the line
-            mark = getattr(error, "problem_mark", None)
-            where = f", line {mark.line + 1}" if mark else ""
-            raise ConfigError(
-                f"resources={str(source)!r} is not valid YAML{where}: {getattr(error, 'problem', 'see there')}."
-            ) from None
-        except (
-            ValueError,
-            LookupError,
-            AttributeError,
-            TypeError,
-            RecursionError,
-        ) as error:  # PyYAML's, of a date, a number or a tag that is none
-            raise ConfigError(
-                f"resources={str(source)!r} is no YAML that can be read: {error}."
-            ) from None
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"resources={str(source)!r} holds a {type(values).__name__}, "
-                "not keys such as image, replicas and resources."
-            )
+        values = _read_yaml(source)
         return cls(**{str(key): value for key, value in values.items()})
 
 # %% ../../nbs/deploy/02_kubernetes_resources.ipynb #c5103375
@@ -351,9 +352,8 @@ def _refuse_tokens(values: dict[str, Any]) -> None:
             refuse_secrets({"value": value})
         except ConfigError:
             named.add(path)
-        if (
-            path.startswith("config_map.") and hide_secrets(value) != value
-        ):  # the value of a secret in this process's environment
+        # the value of a secret in this process's environment
+        if path.startswith("config_map.") and hide_secrets(value) != value:
             named.add(path)
     if named:
         known = tuple(name for name in SECRETS if f"config_map.{name}" in named) or SECRETS[:1]

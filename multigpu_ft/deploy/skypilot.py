@@ -29,16 +29,8 @@ from ..run.secrets import hide_secrets, refuse_secrets, use_secrets
 # %% ../../nbs/deploy/08_skypilot.ipynb #f4f2fb79
 _PORT = 29400
 _RUNS, _INPUTS = "/runs", "/inputs"
-_BUCKETS = (
-    "s3://",
-    "gs://",
-    "r2://",
-    "https://",
-    "cos://",
-    "oci://",
-    "nebius://",
-    "cw://",
-)  # https: Azure's
+# https is Azure's
+_BUCKETS = ("s3://", "gs://", "r2://", "https://", "cos://", "oci://", "nebius://", "cw://")
 _SETUP = """\
 python3 -m pip install --quiet uv
 python3 -m uv venv --quiet --allow-existing --python 3.11 ~/multigpu_ft_env
@@ -50,25 +42,11 @@ export PATH="$HOME/multigpu_ft_env/bin:$PATH"
 HEAD="$(echo "$SKYPILOT_NODE_IPS" | head -n1)"
 exec multigpu-ft train --config config.json {_NODE} --rdzv "$HEAD:{_PORT}" --as-job
 """
-# each node has its own cache of a bucket, so only node 0 shall write to it; the others bring it
-# what is theirs of a checkpoint
+# Each node has its own cache of a bucket, so only node 0 may write to it. The others send it
+# their part of a checkpoint.
 _CHOOSE = f'RUNS={_RUNS}; [ "$SKYPILOT_NODE_RANK" = 0 ] || RUNS="$HOME/runs"'
 _BUCKET_OF_NODE_0 = _RUN.replace("exec ", f"{_CHOOSE}\nexec ").replace(
     " --as-job", ' --run-root "$RUNS" --as-job'
-)
-
-
-class _Block(str):
-    "Text of several lines, which YAML should show as such."
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-_Dumper.add_representer(
-    _Block,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|"),
 )
 
 # %% ../../nbs/deploy/08_skypilot.ipynb #2b5a14dd
@@ -101,6 +79,61 @@ def _inputs(cfg: RunConfig) -> tuple[RunConfig, dict[str, str]]:
             mounts[changes[name]] = address.rstrip("/")
     return cfg.replace(**changes), mounts
 
+# %% ../../nbs/deploy/08_skypilot.ipynb #23a84174
+class _Block(str):
+    "Text of several lines, which YAML should show as such."
+
+
+class _Dumper(yaml.SafeDumper):
+    "A safe dumper that writes each `_Block` line by line."
+
+
+_Dumper.add_representer(
+    _Block,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|"),
+)
+
+
+def _as_yaml(task: dict[str, Any]) -> str:
+    "Return the task's YAML, with its commands as readable blocks."
+    blocks = {
+        name: _Block(value) if name in ("setup", "run") else value for name, value in task.items()
+    }
+    return yaml.dump(blocks, Dumper=_Dumper, sort_keys=False, width=1000)
+
+# %% ../../nbs/deploy/08_skypilot.ipynb #fc360d07
+def _find_sky() -> str:
+    "Return the path of the command `sky`. Raises `ConfigError`."
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    sky = shutil.which("sky", path=os.pathsep.join(folders))
+    if sky is None:
+        raise ConfigError(
+            "there is no command sky here: pip install 'multigpu_ft[skypilot]', "
+            "or in an environment of its own: uv tool install skypilot."
+        )
+    return sky
+
+
+def _check_secrets(secrets: list[str]) -> None:
+    "Raise `ConfigError` for a secret that has no value in this environment."
+    use_secrets()
+    if absent := [name for name in secrets if not os.environ.get(name)]:
+        raise ConfigError(
+            f"the task takes {', '.join(absent)} from the environment at launch, "
+            "where there is none: set it, or leave it out of secrets."
+        )
+
+
+def _launch(sky: str, folder: str, secrets: list[str]) -> None:
+    "Launch the `task.yaml` in `folder`. Raises `ConfigError` if SkyPilot refuses."
+    passed = [word for name in secrets for word in ("--secret", name)]
+    command = [sky, "jobs", "launch", "--yes", "--detach-run", *passed, "task.yaml"]
+    environ = {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1", **os.environ}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    if done.returncode:
+        said = hide_secrets((done.stderr.strip() or done.stdout.strip())[-2000:])
+        raise ConfigError(f"SkyPilot does not take the job ({' '.join(command[1:])}): {said}")
+
 # %% ../../nbs/deploy/08_skypilot.ipynb #60a21e89
 class SkyPilotTask:
     """A managed job that can be launched.
@@ -109,19 +142,16 @@ class SkyPilotTask:
     the user."""
 
     def __init__(self, cfg: RunConfig, task: dict[str, Any], remarks: list[str]) -> None:
-        self.config, self.task, self.remarks, self.submitted = cfg, task, remarks, False
+        self.config, self.task, self.remarks = cfg, task, remarks
+        self.submitted = False
 
     @property
     def yaml(self) -> str:
-        blocks = {
-            name: _Block(value) if name in ("setup", "run") else value
-            for name, value in self.task.items()
-        }
-        return yaml.dump(blocks, Dumper=_Dumper, sort_keys=False, width=1000)
+        "The task as SkyPilot reads it."
+        return _as_yaml(self.task)
 
     def write(self, folder: str | Path) -> Path:
-        """Write `task.yaml`, `config.json` and `code/` to `folder`, replacing those of an earlier
-        task.
+        """Write `task.yaml`, `config.json` and `code/`, replacing those of an earlier task.
 
         Returns the path of `task.yaml`. Launch it from the folder: `cd folder && sky jobs launch
         task.yaml`. Raises `ConfigError` if `folder` has other files."""
@@ -145,40 +175,11 @@ class SkyPilotTask:
             raise ConfigError(
                 f"{self.task['name']} is submitted already; call deploy_skypilot again for another job."
             )
-        sky = shutil.which(
-            "sky",
-            path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        )
-        if sky is None:
-            raise ConfigError(
-                "there is no command sky here: pip install 'multigpu_ft[skypilot]', "
-                "or in an environment of its own: uv tool install skypilot."
-            )
-        use_secrets()
-        secrets = list(self.task.get("secrets", {}))
-        if absent := [name for name in secrets if not os.environ.get(name)]:
-            raise ConfigError(
-                f"the task takes {', '.join(absent)} from the environment at launch, "
-                "where there is none: set it, or leave it out of secrets."
-            )
-        command = [
-            sky,
-            "jobs",
-            "launch",
-            "--yes",
-            "--detach-run",
-            *(word for name in secrets for word in ("--secret", name)),
-            "task.yaml",
-        ]
+        sky, secrets = _find_sky(), list(self.task.get("secrets", {}))
+        _check_secrets(secrets)
         with tempfile.TemporaryDirectory() as folder:
             self.write(folder)
-            quiet = {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-            done = subprocess.run(
-                command, cwd=folder, env={**quiet, **os.environ}, capture_output=True, text=True
-            )
-        if done.returncode:
-            said = hide_secrets((done.stderr.strip() or done.stdout.strip())[-2000:])
-            raise ConfigError(f"SkyPilot does not take the job ({' '.join(command[1:])}): {said}")
+            _launch(sky, folder, secrets)
         self.submitted = True
         return self
 
@@ -193,7 +194,7 @@ class SkyPilotTask:
 
     @property
     def line(self) -> str:
-        "The task in a sentence."
+        "The task in one sentence."
         resources = self.task["resources"]
         spot = "spot" if resources["use_spot"] else "on demand"
         nodes = f"{self.task['num_nodes']} x {resources['accelerators']}"
@@ -210,10 +211,102 @@ class SkyPilotTask:
         notes = "".join(f"<div>! {escape(remark)}</div>" for remark in self.remarks)
         return f"<div><b>{escape(self.line)}</b></div>{notes}<pre>{escape(self.yaml)}</pre>"
 
-# %% ../../nbs/deploy/08_skypilot.ipynb #90a03ef1
+# %% ../../nbs/deploy/08_skypilot.ipynb #6b66afaa
 _SECRET = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
+def _accelerators(accelerators: str) -> tuple[str, int]:
+    "Return the name and number of a node's GPUs."
+    matched = re.fullmatch(r"([A-Za-z][\w.-]*)(?::(\d+))?", accelerators)
+    if not matched or matched[2] == "0":
+        raise ConfigError(
+            f"accelerators={accelerators!r} does not have the form NAME:COUNT, such as H100:8."
+        )
+    return matched[1], int(matched[2] or 1)
+
+
+def _secret_names(secrets: Sequence[str]) -> list[str]:
+    "Return the names in a list. Raises `ConfigError` for what is not a name."
+    secrets = names(secrets)
+    for name in secrets:
+        if not _SECRET.fullmatch(name):
+            # it may be a secret's value, so the message doesn't repeat it
+            raise ConfigError(
+                "secrets holds something that is not the name of an environment variable:"
+                " pass names such as HF_TOKEN, never their values."
+            )
+    return secrets
+
+
+def _check_processes(cfg: RunConfig, accelerators: str, num_nodes: int, gpus: int) -> None:
+    "Raise `ConfigError` if the configuration asks for other processes than one per GPU."
+    if cfg.nproc and cfg.nproc != gpus:
+        raise ConfigError(
+            f"nproc={cfg.nproc}, but a node has {accelerators} and each GPU gets one process;"
+            " leave nproc empty, or change accelerators."
+        )
+    if cfg.strategy == "single" and num_nodes * gpus > 1:
+        raise ConfigError(
+            f"strategy='single' runs 1 process, but {num_nodes} x {accelerators}"
+            f" has {num_nodes * gpus} GPUs; use 'ddp' or 'fsdp'."
+        )
+
+# %% ../../nbs/deploy/08_skypilot.ipynb #e4fe76de
+def _task(
+    cfg: RunConfig,
+    num_nodes: int,
+    resources: dict[str, Any],
+    secrets: Any,
+    mounts: dict[str, Any],
+    command: str,
+) -> dict[str, Any]:
+    "Return the content of the task's YAML."
+    return {
+        "name": re.sub(r"[^a-z0-9]+", "-", cfg.run_name.lower()).strip("-")[:40] or "run",
+        "workdir": ".",
+        "num_nodes": num_nodes,
+        "resources": resources,
+        **({"secrets": dict.fromkeys(secrets)} if secrets else {}),
+        **mounts,
+        "setup": _SETUP,
+        "run": command,
+    }
+
+
+def _wanted_secrets(cfg: RunConfig, more: Sequence[str]) -> list[str]:
+    "Return the names of the secrets that the run needs, and of those asked for."
+    wanted = ["HF_TOKEN"] if cfg.hf_repo else []
+    wanted += ["WANDB_API_KEY"] if "wandb" in cfg.trackers else []
+    return list(dict.fromkeys([*wanted, *more]))
+
+
+def _recovery(anywhere: bool) -> dict[str, Any]:
+    "Return when and where SkyPilot restarts the job; `anywhere`: in any region."
+    return {
+        "strategy": "EAGER_NEXT_REGION" if anywhere else "FAILOVER",
+        "max_restarts_on_errors": 0,
+        "recover_on_exit_codes": [STOPPED_EXIT_CODE],
+    }
+
+# %% ../../nbs/deploy/08_skypilot.ipynb #0b1f564f
+def _remarks(cfg: RunConfig, spot: bool, recover: bool, storage: str) -> list[str]:
+    "Return what the user should know before launching the task."
+    said = []
+    if spot and not recover:
+        said.append(
+            "recover=False: when a spot machine is taken away the job ends; launched again, "
+            "it resumes from its newest checkpoint"
+        )
+    if spot and not cfg.save_every and (cfg.save_minutes is None or cfg.save_minutes > 15):
+        said.append(
+            "what came after the newest checkpoint is trained again when a machine is taken "
+            f"away: save_minutes={cfg.save_minutes}, 10 is less"
+        )
+    if storage.startswith("/"):
+        said.append(f"every node must have {storage}, and see what the others write there")
+    return said
+
+# %% ../../nbs/deploy/08_skypilot.ipynb #90a03ef1
 def deploy_skypilot(
     cfg: RunConfig,
     storage: str,
@@ -257,7 +350,8 @@ def deploy_skypilot(
     )
     cfg = travelling(cfg, "SkyPilot", remedy, _BUCKETS, run_root=run_root, nnodes=num_nodes)
     cfg, copied = _inputs(cfg)
-    anywhere = "file_mounts" in mounts  # a bucket is visible from every region, a volume isn't
+    # a bucket is visible from every region, a volume isn't
+    anywhere = "file_mounts" in mounts
     if copied:
         mounts["file_mounts"] = {**mounts.get("file_mounts", {}), **copied}
     resources = {
@@ -273,89 +367,3 @@ def deploy_skypilot(
     if out:
         made.write(out)
     return made.submit() if submit else made
-
-# %% ../../nbs/deploy/08_skypilot.ipynb #e4fe76de
-def _task(
-    cfg: RunConfig,
-    num_nodes: int,
-    resources: dict[str, Any],
-    secrets: Any,
-    mounts: dict[str, Any],
-    command: str,
-) -> dict[str, Any]:
-    "Return the content of the task's YAML."
-    return {
-        "name": re.sub(r"[^a-z0-9]+", "-", cfg.run_name.lower()).strip("-")[:40] or "run",
-        "workdir": ".",
-        "num_nodes": num_nodes,
-        "resources": resources,
-        **({"secrets": dict.fromkeys(secrets)} if secrets else {}),
-        **mounts,
-        "setup": _SETUP,
-        "run": command,
-    }
-
-
-def _accelerators(accelerators: str) -> tuple[str, int]:
-    "Return the name and number of a node's GPUs."
-    matched = re.fullmatch(r"([A-Za-z][\w.-]*)(?::(\d+))?", accelerators)
-    if not matched or matched[2] == "0":
-        raise ConfigError(
-            f"accelerators={accelerators!r} does not have the form NAME:COUNT, such as H100:8."
-        )
-    return matched[1], int(matched[2] or 1)
-
-
-def _secret_names(secrets: Sequence[str]) -> list[str]:
-    secrets = names(secrets)
-    for name in secrets:
-        if not _SECRET.fullmatch(name):  # it may be a secret's value, so the text doesn't repeat it
-            raise ConfigError(
-                "secrets holds something that is not the name of an environment variable:"
-                " pass names such as HF_TOKEN, never their values."
-            )
-    return secrets
-
-
-def _check_processes(cfg: RunConfig, accelerators: str, num_nodes: int, gpus: int) -> None:
-    if cfg.nproc and cfg.nproc != gpus:
-        raise ConfigError(
-            f"nproc={cfg.nproc}, but a node has {accelerators} and each GPU gets one process;"
-            " leave nproc empty, or change accelerators."
-        )
-    if cfg.strategy == "single" and num_nodes * gpus > 1:
-        raise ConfigError(
-            f"strategy='single' runs 1 process, but {num_nodes} x {accelerators}"
-            f" has {num_nodes * gpus} GPUs; use 'ddp' or 'fsdp'."
-        )
-
-
-def _wanted_secrets(cfg: RunConfig, more: Sequence[str]) -> list[str]:
-    wanted = ["HF_TOKEN"] if cfg.hf_repo else []
-    wanted += ["WANDB_API_KEY"] if "wandb" in cfg.trackers else []
-    return list(dict.fromkeys([*wanted, *more]))
-
-
-def _recovery(anywhere: bool) -> dict[str, Any]:
-    return {
-        "strategy": "EAGER_NEXT_REGION" if anywhere else "FAILOVER",
-        "max_restarts_on_errors": 0,
-        "recover_on_exit_codes": [STOPPED_EXIT_CODE],
-    }
-
-# %% ../../nbs/deploy/08_skypilot.ipynb #0b1f564f
-def _remarks(cfg: RunConfig, spot: bool, recover: bool, storage: str) -> list[str]:
-    said = []
-    if spot and not recover:
-        said.append(
-            "recover=False: when a spot machine is taken away the job ends; launched again, "
-            "it resumes from its newest checkpoint"
-        )
-    if spot and not cfg.save_every and (cfg.save_minutes is None or cfg.save_minutes > 15):
-        said.append(
-            "what came after the newest checkpoint is trained again when a machine is taken "
-            f"away: save_minutes={cfg.save_minutes}, 10 is less"
-        )
-    if storage.startswith("/"):
-        said.append(f"every node must have {storage}, and see what the others write there")
-    return said
