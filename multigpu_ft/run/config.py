@@ -62,7 +62,7 @@ class _Settings(BaseModel):
 
 # %% ../../nbs/run/04_config.ipynb #8280e493
 class _RunSettings(_Settings):
-    "Where a run's directory is, and its random numbers."
+    "The place of a run's directory, and the seed of its random numbers."
 
     run_root: str = _field("runs", "run", "folder that holds the run directories")
     run_name: str | None = _field(
@@ -79,7 +79,7 @@ BUILTIN_MODEL = "builtin:opt-tiny"
 
 
 class _ModelSettings(_Settings):
-    "Which model is trained, and which of its weights."
+    "The model to train, and which of its weights."
 
     model: str = _field(
         BUILTIN_MODEL,
@@ -124,7 +124,7 @@ BUILTIN_DATASET = "builtin:python-docs"
 
 
 class _DataSettings(_Settings):
-    "Which dataset is read, and what its columns mean."
+    "The dataset to read, and the meaning of its columns."
 
     dataset: str = _field(
         BUILTIN_DATASET,
@@ -232,7 +232,7 @@ class _SliceSettings(_DataSettings):
 
 # %% ../../nbs/run/04_config.ipynb #026f5ee6
 class _SequenceSettings(_Settings):
-    "How texts become rows of tokens."
+    "The way from texts to rows of tokens."
 
     max_length: int = _field(512, "data", "longest sequence; longer texts are cut (tokens)", low=2)
     packing: Literal["auto", "packed", "bucketed", "padded"] = _field(
@@ -244,7 +244,7 @@ class _SequenceSettings(_Settings):
 
 
 class _StepSettings(_Settings):
-    "How long a run trains, and how many rows a step takes."
+    "The length of the training, and the rows of each step."
 
     num_epochs: int = _field(1, "training", "passes over the slice (epochs)", low=1)
     initial_epoch: int = _field(
@@ -281,7 +281,7 @@ def _default_learning_rate(model: Any, tuning: Any) -> float:
 
 
 class _OptimizerSettings(_Settings):
-    "How a step changes the weights."
+    "The change of the weights at each step."
 
     learning_rate: float = _field(
         None,
@@ -324,7 +324,7 @@ class _OptimizerSettings(_Settings):
 
 # %% ../../nbs/run/04_config.ipynb #9cea7e14
 class _ParallelismSettings(_Settings):
-    "How processes, GPUs and machines share the work."
+    "The processes, GPUs and machines that share the work, and how."
 
     strategy: Literal["auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"] = (
         _field(
@@ -385,7 +385,7 @@ class _ParallelismSettings(_Settings):
 
 # %% ../../nbs/run/04_config.ipynb #979498aa
 class _MemorySettings(_Settings):
-    "What a run computes and keeps in memory, and in which precision."
+    "The precision of a run, and what it keeps in memory."
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = _field(
         "auto",
@@ -417,7 +417,7 @@ class _MemorySettings(_Settings):
 
 # %% ../../nbs/run/04_config.ipynb #5c74654c
 class _CheckpointSettings(_Settings):
-    "What a run continues from, and what it saves and uploads."
+    "The checkpoint that a run resumes from, and those it saves and uploads."
 
     resume_file: str = _field(
         "auto",
@@ -477,7 +477,7 @@ class _CheckpointSettings(_Settings):
 
 # %% ../../nbs/run/04_config.ipynb #29ff9014
 class _TrackingSettings(_Settings):
-    "What is logged and evaluated while a run trains, and when that ends it."
+    "The logging and evaluation during a run, and when they end it."
 
     tracker: str = _field(
         "none",
