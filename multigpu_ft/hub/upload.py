@@ -131,6 +131,17 @@ def _sha256(source: Path | bytes) -> str:
         else digest(source)["sha256"]
     )
 
+
+def _has_content(file: Any, source: Path | bytes, about: dict[str, Any] | None) -> bool:
+    "Return whether a `file` of the repository, `None` without one, has the content of `source`."
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    if not file or file.size != size:
+        return False
+    if file.lfs:
+        return file.lfs.sha256 == (about["sha256"] if about else _sha256(source))
+    content = source if isinstance(source, bytes) else source.read_bytes()
+    return file.blob_id == _git_digest(content)
+
 # %% ../../nbs/hub/04_upload.ipynb #002ffedd
 class _Pass:
     """The repository of a run as it is now, and what is sent to it.
@@ -162,15 +173,7 @@ class _Pass:
 
     def has(self, path: str, source: Path | bytes, about: dict[str, Any] | None = None) -> bool:
         "Return whether the repository has this content under `path`; `about` is its size and SHA-256 if known."
-        file = self.there.get(path)
-        size = len(source) if isinstance(source, bytes) else source.stat().st_size
-        if not file or file.size != size:
-            return False
-        if file.lfs:
-            return file.lfs.sha256 == (about["sha256"] if about else _sha256(source))
-        return file.blob_id == _git_digest(
-            source if isinstance(source, bytes) else source.read_bytes()
-        )
+        return _has_content(self.there.get(path), source, about)
 
     def add(self, path: str, source: Path | bytes) -> Any:
         "Return a file for the next commit. A large one is uploaded at once."
@@ -183,36 +186,30 @@ class _Pass:
 
     def commit(self, operations: list[Any], message: str) -> str | None:
         "Commit `operations`, and the model card if it has changed. Returns the commit's name, `None` without changes."
-        card = self._card()
-        if card:
-            from huggingface_hub import CommitOperationAdd
+        from huggingface_hub import CommitOperationAdd
 
-            operations = [CommitOperationAdd(_CARD, card), *operations]
-        if not operations:
-            return None
-        try:
-            return self.api.create_commit(self.repo, operations, commit_message=message).oid
-        except ValueError as error:
-            if not card or _CARD not in str(error):
-                raise
-            print(f"the Hub rejects the model card, so it is left out: {error}", flush=True)
-            self.card_refused = True
-            rest = operations[1:]
-            return (
-                self.api.create_commit(self.repo, rest, commit_message=message).oid
-                if rest
-                else None
-            )
+        if card := self._card():
+            try:
+                return self._create_commit([CommitOperationAdd(_CARD, card), *operations], message)
+            except ValueError as error:
+                if _CARD not in str(error):
+                    raise
+                print(f"the Hub rejects the model card, so it is left out: {error}", flush=True)
+                self.card_refused = True
+        return self._create_commit(operations, message) if operations else None
+
+    def _create_commit(self, operations: list[Any], message: str) -> str:
+        return self.api.create_commit(self.repo, operations, commit_message=message).oid
 
     def _card(self) -> bytes | None:
         "Return the model card if it has changed and the one in the repository was not written by the user."
         card = model_card(self.run).encode()
         if self.card_refused or self.has(_CARD, card):
             return None
-        if _CARD in self.there and MARK not in fetch_small(self.repo, _CARD, "main").decode(
-            "utf-8", "replace"
-        ):
-            return None
+        if _CARD in self.there:
+            there = fetch_small(self.repo, _CARD, "main").decode("utf-8", "replace")
+            if MARK not in there:
+                return None
         return card
 
 # %% ../../nbs/hub/04_upload.ipynb #5a25948e
@@ -401,49 +398,90 @@ def _send(
     if damage:
         raise damage
 
-# %% ../../nbs/hub/04_upload.ipynb #d0162ba7
-_STUCK_S = 180.0  # longest wait while nothing moves
-_HURRIED_S = 20.0  # longest wait after a request to stop
+# %% ../../nbs/hub/04_upload.ipynb #35dc643a
+def _start_process(run: RunDir) -> subprocess.Popen:
+    "Start the process that uploads the results of `run` until its standard input ends."
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "multigpu_ft.hub.upload",
+        str(run.path),
+        str(os.getpid()),
+    ]
+    environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    with open(run.log_file("hub"), "ab") as log:
+        # Its own session: a SIGTERM for the rank's group asks the rank to save, and this process should send that.
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=environment,
+        )
 
 
+def _movement(run: RunDir, pid: int) -> Any:
+    """Return a value that changes while the process `pid` uploads the results of `run`.
+
+    It has the bytes read where the system counts them, else the record's time."""
+    with suppress(psutil.Error, AttributeError, OSError):
+        read = psutil.Process(pid).io_counters().read_chars
+        return read, read_record(run).get("attempts")
+    return read_record(run).get("time")
+
+
+def _outcome(run: RunDir) -> tuple[dict[str, Any], list[str]]:
+    "Return what an upload that has ended adds to the status of `run`, and remarks."
+    record, left = read_record(run), not_uploaded(run)
+    if not left:
+        return {"pushed_to": record["url"], "not_uploaded": []}, []
+    why = f" ({record['error']})" if record["error"] else ""
+    missing = f"not uploaded to {record['repo']}: {', '.join(left)}{why}"
+    return {"not_uploaded": left}, [f"{missing}. To upload it: multigpu-ft sync {run.path}"]
+
+# %% ../../nbs/hub/04_upload.ipynb #5b1fe019
+# Longest wait while nothing moves.
+_STUCK_S = 180.0
+# Longest wait after a request to stop.
+_HURRIED_S = 20.0
+
+
+class _Wait:
+    "The wait at the end of a run, until the time `last` at most."
+
+    def __init__(self, last: float) -> None:
+        self._last = last
+        self._seen: Any = None
+        self._since = time.monotonic()
+        self._hurried_since: float | None = None
+
+    def is_over(self, moved: Any, hurried: bool) -> bool:
+        "Return whether to wait no longer; `moved` is a value that changes during an upload."
+        now = time.monotonic()
+        if moved != self._seen:
+            self._seen, self._since = moved, now
+        if hurried and self._hurried_since is None:
+            self._hurried_since = now
+        stuck = now - self._since > _STUCK_S
+        too_late = self._hurried_since is not None and now - self._hurried_since > _HURRIED_S
+        return stuck or too_late or time.time() > self._last
+
+# %% ../../nbs/hub/04_upload.ipynb #d2094432
 class Uploader:
     "The process that uploads the results of `run`, as rank 0 sees it."
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._reported: set[str] = set()
-        self._start()
-
-    def _start(self) -> None:
-        run = self._run
-        command = [
-            sys.executable,
-            "-u",
-            "-m",
-            "multigpu_ft.hub.upload",
-            str(run.path),
-            str(os.getpid()),
-        ]
-        environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        with open(run.log_file("hub"), "ab") as log:
-            # Its own session: a SIGTERM for the rank's group asks the rank to save, and this process should send that.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=environment,
-            )
+        self._process = _start_process(run)
 
     def trouble(self) -> list[str]:
         "Return errors that won't pass by themselves, each one once."
         record = read_record(self._run)
-        news = (
-            {record["error"]} - self._reported
-            if record.get("lasting") and record["error"]
-            else set()
-        )
+        lasting = record.get("lasting") and record["error"]
+        news = {record["error"]} - self._reported if lasting else set()
         self._reported |= news
         return [f"uploads to {record['repo']} are failing: {error}" for error in news]
 
@@ -455,53 +493,31 @@ class Uploader:
         `look` is called while waiting. `hurried` returns whether the user has asked the run to stop.
         """
         self._process.stdin.close()
-        seen, since, hurried_since, again = None, time.monotonic(), None, False
-        last = self._run.status().get("session_end") or float("inf")
+        wait = _Wait(self._run.status().get("session_end") or float("inf"))
+        again = False
         while (code := self._process.poll()) is None or (code and not again):
-            if code:  # killed, perhaps for lack of memory; a second process continues
+            # It was killed, perhaps for lack of memory. A second process continues.
+            if code:
                 again = True
-                self._start()
+                self._process = _start_process(self._run)
                 self._process.stdin.close()
-            now, moved = time.monotonic(), self._moved()
-            if moved != seen:
-                seen, since = moved, now
-            if hurried() and hurried_since is None:
-                hurried_since = now
-            stuck = now - since > _STUCK_S
-            too_late = hurried_since is not None and now - hurried_since > _HURRIED_S
-            if stuck or too_late or time.time() > last:
+            if wait.is_over(_movement(self._run, self._process.pid), hurried()):
                 break
             look()
             time.sleep(0.2)
         self.kill()
-        return self._outcome()
-
-    def _outcome(self) -> tuple[dict[str, Any], list[str]]:
-        record, left = read_record(self._run), not_uploaded(self._run)
-        if not left:
-            return {"pushed_to": record["url"], "not_uploaded": []}, []
-        why = f" ({record['error']})" if record["error"] else ""
-        missing = f"not uploaded to {record['repo']}: {', '.join(left)}{why}"
-        return {"not_uploaded": left}, [
-            f"{missing}. To upload it: multigpu-ft sync {self._run.path}"
-        ]
+        return _outcome(self._run)
 
     def kill(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
 
-    def _moved(self) -> Any:
-        "Return a value that changes during an upload: bytes read, where the system counts them, or the record's time."
-        with suppress(psutil.Error, AttributeError, OSError):
-            return psutil.Process(self._process.pid).io_counters().read_chars, read_record(
-                self._run
-            ).get("attempts")
-        return read_record(self._run).get("time")
-
 # %% ../../nbs/hub/04_upload.ipynb #c706533d
-_LOOK_S = 1.0  # interval between two looks for something new
-_LATER_S = 300.0  # interval between two tries after the patience has ended
+# Interval between two looks for something new.
+_LOOK_S = 1.0
+# Interval between two tries after the patience has ended.
+_LATER_S = 300.0
 
 
 class _Input:

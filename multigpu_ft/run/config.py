@@ -31,23 +31,13 @@ def _field(
         default, description=help, ge=low, le=high, gt=above, json_schema_extra={"group": group}
     )
 
-# %% ../../nbs/run/04_config.ipynb #b2c2467b
-BUILTIN_MODEL = "builtin:opt-tiny"
-BUILTIN_DATASET = "builtin:python-docs"
-_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR = 1e-3, 2e-5, 2e-4
-_NO_END = 2**31  # rows, more than any dataset has
-# For these fields, infinity means empty; JSON can't represent infinity.
-_NO_LIMIT = ("max_hours", "max_grad_norm", "disk_budget_gb")
-# For these fields, empty is not the default; papermill can set it only with the text "none".
-_MAY_BE_NONE = ("max_grad_norm", "save_minutes", "eval_split")
+# %% ../../nbs/run/04_config.ipynb #c8bb2c6b
+# Rows, more than any dataset has.
+_NO_END = 2**31
 
 
-class RunConfig(BaseModel):
-    """All settings of a run, in one flat model.
-
-    The defaults train a tiny OPT on Python's own documentation, without network or GPU, in about
-    a minute. Raises `ConfigError` for an unknown name, a value out of bounds, settings that
-    contradict each other, or a secret."""
+class _Settings(BaseModel):
+    "A group of settings. Each value is checked when it is set and can't be changed afterwards."
 
     model_config = ConfigDict(
         extra="forbid",
@@ -56,6 +46,23 @@ class RunConfig(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _check_value(cls, value: Any) -> Any:
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise ValueError(
+                "must not contain a NUL character or an unpaired surrogate (half a character)"
+            )
+        if isinstance(value, int) and value > _NO_END:
+            raise ValueError(
+                f"input should be at most {_NO_END}, and is beyond all that is counted here"
+            )
+        return value
+
+# %% ../../nbs/run/04_config.ipynb #8280e493
+class _RunSettings(_Settings):
+    "The place of a run's directory, and the seed of its random numbers."
 
     run_root: str = _field("runs", "run", "folder that holds the run directories")
     run_name: str | None = _field(
@@ -66,6 +73,13 @@ class RunConfig(BaseModel):
     seed: int = _field(
         0, "run", "seed of the sample order and of every random number", low=0, high=2**31 - 1
     )
+
+# %% ../../nbs/run/04_config.ipynb #1b0c842d
+BUILTIN_MODEL = "builtin:opt-tiny"
+
+
+class _ModelSettings(_Settings):
+    "The model to train, and which of its weights."
 
     model: str = _field(
         BUILTIN_MODEL,
@@ -99,6 +113,19 @@ class RunConfig(BaseModel):
         False, "model", "also export the model with the adapter merged into its weights"
     )
 
+    @property
+    def quantized(self) -> str | None:
+        "`4bit` or `8bit` if frozen weights are quantized; None if not, or if `auto` will decide."
+        stored = {"qlora": "4bit", "lora8bit": "8bit"}.get(self.tuning, self.quantization)
+        return stored if stored in ("4bit", "8bit") else None
+
+# %% ../../nbs/run/04_config.ipynb #1a042b13
+BUILTIN_DATASET = "builtin:python-docs"
+
+
+class _DataSettings(_Settings):
+    "The dataset to read, and the meaning of its columns."
+
     dataset: str = _field(
         BUILTIN_DATASET,
         "data",
@@ -121,6 +148,33 @@ class RunConfig(BaseModel):
     messages_field: str = _field(
         "messages", "data", "column that holds a conversation: a list of role and content"
     )
+
+# %% ../../nbs/run/04_config.ipynb #36054fbc
+def _check_slice(cfg: _SliceSettings, end: int, num_rows: int) -> None:
+    "Raise `DataError` if the slice up to the row `end` is not in a dataset of `num_rows` rows."
+    span = f"{cfg.start_idx}-{cfg.end_idx if cfg.end_idx is not None else '(end)'}"
+    where = f"slice {span} of {cfg.dataset}, which has {num_rows:,} rows"
+    if not num_rows:
+        raise DataError(f"{cfg.dataset} has no rows.")
+    if cfg.start_idx < 0 or end < 0:
+        raise DataError(
+            f"{where}: start_idx and end_idx count rows from the front and cannot be negative."
+        )
+    if cfg.start_idx >= num_rows:
+        raise DataError(
+            f"{where}: start_idx is beyond the last row; the highest start_idx is {num_rows - 1:,}."
+        )
+    if cfg.end_idx is not None and cfg.start_idx >= cfg.end_idx:
+        raise DataError(f"{where}: the slice is empty, start_idx must be below end_idx.")
+    if end > num_rows:
+        raise DataError(
+            f"{where}: end_idx is beyond the data; use end_idx={num_rows} or leave it empty."
+        )
+
+# %% ../../nbs/run/04_config.ipynb #dca6ef26
+class _SliceSettings(_DataSettings):
+    "The rows of the dataset that a run trains on, and those it evaluates on."
+
     start_idx: int = _field(0, "data", "first row of the slice, in raw row order (rows)")
     end_idx: int | None = _field(
         None,
@@ -145,6 +199,41 @@ class RunConfig(BaseModel):
     eval_end_idx: int | None = _field(
         None, "data", "row after the last to evaluate on; empty: the end of that data (rows)", low=1
     )
+
+    @property
+    def evaluates(self) -> bool:
+        "True if there is data to evaluate on."
+        return bool(self.eval_dataset or self.eval_split) or self.eval_start_idx is not None
+
+    @property
+    def held_out(self) -> tuple[int, int] | None:
+        """The rows of `dataset` itself that are evaluated on; None if other data is.
+
+        They are the first row and the row after the last."""
+        here = (
+            self.eval_start_idx is not None
+            and not self.eval_dataset
+            and self.eval_split in (None, self.dataset_split)
+        )
+        return (self.eval_start_idx, self.eval_end_idx or _NO_END) if here else None
+
+    def slice_end(self, num_rows: int) -> int:
+        """Return the row after the slice's last, for a dataset of `num_rows` rows.
+
+        Raises `DataError` for a slice that is empty, negative or beyond the data. This is checked
+        when the number of rows is known, so that one message can name both."""
+        end = self.end_idx
+        if end is None:
+            end = min(self.start_idx + self.slice_size, num_rows)
+            if self.held_out and self.start_idx < self.held_out[0]:
+                end = min(end, self.held_out[0])
+        _check_slice(self, end, num_rows)
+        return end
+
+# %% ../../nbs/run/04_config.ipynb #026f5ee6
+class _SequenceSettings(_Settings):
+    "The way from texts to rows of tokens."
+
     max_length: int = _field(512, "data", "longest sequence; longer texts are cut (tokens)", low=2)
     packing: Literal["auto", "packed", "bucketed", "padded"] = _field(
         "auto",
@@ -152,6 +241,10 @@ class RunConfig(BaseModel):
         "several texts in a row, texts of like length together, or texts as they come; auto: "
         "the faster one that is exact for the model",
     )
+
+
+class _StepSettings(_Settings):
+    "The length of the training, and the rows of each step."
 
     num_epochs: int = _field(1, "training", "passes over the slice (epochs)", low=1)
     initial_epoch: int = _field(
@@ -175,6 +268,21 @@ class RunConfig(BaseModel):
     accum_steps: int = _field(
         1, "training", "micro-batches accumulated for one optimizer step", low=1
     )
+
+# %% ../../nbs/run/04_config.ipynb #092b4653
+_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR = 1e-3, 2e-5, 2e-4
+
+
+def _default_learning_rate(model: Any, tuning: Any) -> float:
+    "Return the peak learning rate that applies when none is set."
+    if tuning != "full":
+        return _ADAPTER_LR
+    return _FROM_SCRATCH_LR if str(model).startswith("builtin:") else _PRETRAINED_LR
+
+
+class _OptimizerSettings(_Settings):
+    "The change of the weights at each step."
+
     learning_rate: float = _field(
         None,
         "training",
@@ -213,6 +321,10 @@ class RunConfig(BaseModel):
     max_grad_norm: float | None = _field(
         1.0, "training", "clip the global gradient norm to this; empty: no clipping", above=0
     )
+
+# %% ../../nbs/run/04_config.ipynb #9cea7e14
+class _ParallelismSettings(_Settings):
+    "The processes, GPUs and machines that share the work, and how."
 
     strategy: Literal["auto", "single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"] = (
         _field(
@@ -266,6 +378,15 @@ class RunConfig(BaseModel):
         low=0,
     )
 
+    @property
+    def zero_stage(self) -> int:
+        "The stage of DeepSpeed's ZeRO, 1 to 3; 0 for other strategies."
+        return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
+
+# %% ../../nbs/run/04_config.ipynb #979498aa
+class _MemorySettings(_Settings):
+    "The precision of a run, and what it keeps in memory."
+
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = _field(
         "auto",
         "memory",
@@ -293,6 +414,10 @@ class RunConfig(BaseModel):
     compile: bool = _field(
         False, "memory", "compile the transformer blocks: faster steps after minutes of compiling"
     )
+
+# %% ../../nbs/run/04_config.ipynb #5c74654c
+class _CheckpointSettings(_Settings):
+    "The checkpoint that a run resumes from, and those it saves and uploads."
 
     resume_file: str = _field(
         "auto",
@@ -350,6 +475,10 @@ class RunConfig(BaseModel):
         True, "checkpoint", "make hf_repo private where it does not exist yet"
     )
 
+# %% ../../nbs/run/04_config.ipynb #29ff9014
+class _TrackingSettings(_Settings):
+    "The logging and evaluation during a run, and when they end it."
+
     tracker: str = _field(
         "none",
         "tracking",
@@ -385,6 +514,62 @@ class RunConfig(BaseModel):
         low=1,
     )
 
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        "The names in `tracker`."
+        return tuple(
+            name for name in self.tracker.replace(" ", "").split(",") if name and name != "none"
+        )
+
+# %% ../../nbs/run/04_config.ipynb #89facc20
+# For these fields, infinity means empty; JSON can't represent infinity.
+_NO_LIMIT = ("max_hours", "max_grad_norm", "disk_budget_gb")
+# For these fields, empty is not the default; papermill can set it only with the text "none".
+_MAY_BE_NONE = ("max_grad_norm", "save_minutes", "eval_split")
+
+
+def _emptied(name: str, value: Any) -> Any:
+    "Return None for the values that stand for an empty field."
+    if (name in _MAY_BE_NONE and value == "none") or (name in _NO_LIMIT and value == float("inf")):
+        return None
+    return value
+
+
+def _filled_in(values: dict[str, Any]) -> dict[str, Any]:
+    "Return `values` with None for each empty field, and with a learning rate."
+    values = {name: _emptied(name, value) for name, value in values.items()}
+    if values.get("learning_rate") is None:
+        model, tuning = values.get("model", BUILTIN_MODEL), values.get("tuning", "full")
+        values["learning_rate"] = _default_learning_rate(model, tuning)
+    return values
+
+
+def _is_default(name: str, value: Any) -> bool:
+    "Return whether the field `name` may have `value` without being set."
+    if name == "learning_rate":
+        return value in (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR)
+    return value == RunConfig.model_fields[name].default
+
+# %% ../../nbs/run/04_config.ipynb #fc036c12
+# pydantic takes the fields of the last base first.
+class RunConfig(
+    _TrackingSettings,
+    _CheckpointSettings,
+    _MemorySettings,
+    _ParallelismSettings,
+    _OptimizerSettings,
+    _StepSettings,
+    _SequenceSettings,
+    _SliceSettings,
+    _ModelSettings,
+    _RunSettings,
+):
+    """All settings of a run, in one flat model.
+
+    The defaults train a tiny OPT on Python's own documentation, without network or GPU, in about
+    a minute. Raises `ConfigError` for an unknown name, a value out of bounds, settings that
+    contradict each other, or a secret."""
+
     def __init__(self, /, **values: Any) -> None:
         refuse_secrets(values)
         try:
@@ -394,84 +579,24 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _resolve_learning_rate(cls, values: dict[str, Any]) -> dict[str, Any]:
-        values = {name: _emptied(name, value) for name, value in values.items()}
-        if values.get("learning_rate") is None:
-            is_builtin = str(values.get("model", BUILTIN_MODEL)).startswith("builtin:")
-            default = _FROM_SCRATCH_LR if is_builtin else _PRETRAINED_LR
-            if values.get("tuning", "full") != "full":
-                default = _ADAPTER_LR
-            values = {**values, "learning_rate": default}
-        return values
-
-    @field_validator("*")
-    @classmethod
-    def _check_value(cls, value: Any) -> Any:
-        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-            raise ValueError(
-                "must not contain a NUL character or an unpaired surrogate (half a character)"
-            )
-        if isinstance(value, int) and value > _NO_END:
-            raise ValueError(
-                f"input should be at most {_NO_END}, and is beyond all that is counted here"
-            )
-        return value
+    def _fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return _filled_in(values)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
-        conflict = next(_conflicts(self), None)
-        if conflict:
+        if conflict := next(_conflicts(self), None):
             raise ValueError(conflict)
         return self
-
-    @property
-    def zero_stage(self) -> int:
-        "The stage of DeepSpeed's ZeRO, 1 to 3; 0 for other strategies."
-        return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
-
-    @property
-    def evaluates(self) -> bool:
-        "True if there is data to evaluate on."
-        return bool(self.eval_dataset or self.eval_split) or self.eval_start_idx is not None
 
     @property
     def chooses_best(self) -> bool:
         "True if the checkpoint with the lowest evaluation loss is kept and exported."
         return self.keep_best or self.patience is not None
 
-    @property
-    def held_out(self) -> tuple[int, int] | None:
-        """The rows of `dataset` itself that are evaluated on; None if other data is.
-
-        They are the first row and the row after the last."""
-        here = (
-            self.eval_start_idx is not None
-            and not self.eval_dataset
-            and self.eval_split in (None, self.dataset_split)
-        )
-        return (self.eval_start_idx, self.eval_end_idx or _NO_END) if here else None
-
-    @property
-    def trackers(self) -> tuple[str, ...]:
-        "The names in `tracker`."
-        return tuple(
-            name for name in self.tracker.replace(" ", "").split(",") if name and name != "none"
-        )
-
-    @property
-    def quantized(self) -> str | None:
-        "`4bit` or `8bit` if frozen weights are quantized; None if not, or if `auto` will decide."
-        stored = {"qlora": "4bit", "lora8bit": "8bit"}.get(self.tuning, self.quantization)
-        return stored if stored in ("4bit", "8bit") else None
-
-    def __repr_args__(self):
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
         "Yield the values that differ from the defaults, so that a cell's output stays readable."
-        defaults = type(self).model_construct()
         for name, value in super().__repr_args__():
-            usual = (getattr(defaults, name),)
-            if name == "learning_rate":
-                usual = (_FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR)
-            if value not in usual:
+            if not _is_default(name, value):
                 yield name, value
 
     @classmethod
@@ -479,10 +604,7 @@ class RunConfig(BaseModel):
         """Return the preset `name` with `overrides`.
 
         Raises `ConfigError` for an unknown name; `PRESETS` lists them."""
-        if name not in PRESETS:
-            guess = did_you_mean(str(name), PRESETS)
-            raise ConfigError(f"unknown preset {name!r}{guess}; available: {', '.join(PRESETS)}.")
-        return cls(**{**PRESETS[name], **overrides})
+        return cls(**{**_preset_settings(name), **overrides})
 
     @classmethod
     def from_namespace(
@@ -504,41 +626,10 @@ class RunConfig(BaseModel):
 
         With another `model` or `tuning`, a default learning rate changes to the new default."""
         values = self.model_dump()
-        if changes.keys() & {"model", "tuning"}:
-            default = RunConfig(model=self.model, tuning=self.tuning).learning_rate
-            if self.learning_rate == default:
-                del values["learning_rate"]
+        usual = _default_learning_rate(self.model, self.tuning)
+        if changes.keys() & {"model", "tuning"} and self.learning_rate == usual:
+            del values["learning_rate"]
         return type(self)(**{**values, **changes})
-
-    def slice_end(self, num_rows: int) -> int:
-        """Return the row after the slice's last, for a dataset of `num_rows` rows.
-
-        Raises `DataError` for a slice that is empty, negative or beyond the data. This is checked
-        when the number of rows is known, so that one message can name both."""
-        end = self.end_idx
-        if end is None:
-            end = min(self.start_idx + self.slice_size, num_rows)
-            if self.held_out and self.start_idx < self.held_out[0]:
-                end = min(end, self.held_out[0])
-        span = f"{self.start_idx}-{self.end_idx if self.end_idx is not None else '(end)'}"
-        where = f"slice {span} of {self.dataset}, which has {num_rows:,} rows"
-        if not num_rows:
-            raise DataError(f"{self.dataset} has no rows.")
-        if self.start_idx < 0 or end < 0:
-            raise DataError(
-                f"{where}: start_idx and end_idx count rows from the front and cannot be negative."
-            )
-        if self.start_idx >= num_rows:
-            raise DataError(
-                f"{where}: start_idx is beyond the last row; the highest start_idx is {num_rows - 1:,}."
-            )
-        if self.end_idx is not None and self.start_idx >= self.end_idx:
-            raise DataError(f"{where}: the slice is empty, start_idx must be below end_idx.")
-        if end > num_rows:
-            raise DataError(
-                f"{where}: end_idx is beyond the data; use end_idx={num_rows} or leave it empty."
-            )
-        return end
 
 # %% ../../nbs/run/04_config.ipynb #26eca066
 def _conflicts(cfg: RunConfig) -> Iterator[str]:
@@ -702,13 +793,6 @@ def _tracking_conflicts(cfg: RunConfig) -> Iterator[str]:
         )
 
 # %% ../../nbs/run/04_config.ipynb #7f4f4a11
-def _emptied(name: str, value: Any) -> Any:
-    "Return None for the values that stand for an empty field."
-    if (name in _MAY_BE_NONE and value == "none") or (name in _NO_LIMIT and value == float("inf")):
-        return None
-    return value
-
-
 def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters that a notebook's parameters cell sets: pass its `globals()`.
 
@@ -818,7 +902,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-PRESET_NEEDS = {  # beside the packages, the Hub (or copies in folders) and, without a GPU, patience
+# %% ../../nbs/run/04_config.ipynb #b2f1aa10
+# Beside the packages, the Hub (or copies in folders) and, without a GPU, patience.
+PRESET_NEEDS = {
     "tiny": "nothing: 2 CPU cores, no network",
     "opt-1.3b-arxiv": "2 GPUs of 16 GB; 5 GB of disk for the model, 16 GB for a checkpoint",
     "qwen3-lora-chat": "1 GPU of 16 GB or several; 2 GB of disk",
@@ -829,3 +915,11 @@ PRESET_NEEDS = {  # beside the packages, the Hub (or copies in folders) and, wit
     "bert-sst2-lora": "any GPU (on one: multigpu_ft[quantization], or quantization='none'); 1 GB of disk",
     "distilbert-sst2": "any GPU; 3 GB of disk",
 }
+
+
+def _preset_settings(name: str) -> dict[str, Any]:
+    "Return the settings of the preset `name`. Raises `ConfigError` for an unknown name."
+    if name not in PRESETS:
+        guess = did_you_mean(str(name), PRESETS)
+        raise ConfigError(f"unknown preset {name!r}{guess}; available: {', '.join(PRESETS)}.")
+    return PRESETS[name]

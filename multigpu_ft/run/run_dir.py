@@ -23,36 +23,41 @@ from .errors import CheckpointError, ConfigError
 
 # %% auto #0
 __all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'FAILURE_FILE', 'BY_SIGNAL', 'GENERATION_FILE', 'HUB_FILE', 'LIVE_STATES',
-           'FINAL_STATES', 'STOPPED_EXIT_CODE', 'replace_file', 'write_json', 'read_json', 'whole_records', 'RunDir',
-           'commit_digest', 'read_commit', 'saved_at', 'short_name', 'clear_attempt', 'reset_status']
+           'FINAL_STATES', 'STOPPED_EXIT_CODE', 'replace_file', 'write_json', 'read_json', 'whole_records',
+           'commit_digest', 'read_commit', 'saved_at', 'short_name', 'RunDir', 'clear_attempt', 'reset_status']
 
-# %% ../../nbs/run/05_run_dir.ipynb #bed5d367
-COMMIT_FILE, PARTIAL = (
-    "commit.json",
-    ".partial",
-)  # a checkpoint that is being written, or taken away, has a name that ends so
+# %% ../../nbs/run/05_run_dir.ipynb #2818ddfe
+COMMIT_FILE = "commit.json"
+# The end of a checkpoint's name while it is written or deleted.
+PARTIAL = ".partial"
 PLAN_FILE = "estimate.json"
-FAILURE_FILE = "failure.json"  # of a node: why its agent's attempt failed
-BY_SIGNAL = "signal"  # why a run was asked to stop
-GENERATION_FILE = "generation.json"  # in the run directory of a generation
-HUB_FILE = "hub.json"  # what went to the Hub, or in a folder of checkpoints that came from there, where they are from
+# In a node's part: why its agent's attempt failed.
+FAILURE_FILE = "failure.json"
+# Why a run was asked to stop.
+BY_SIGNAL = "signal"
+# In the run directory of a generation.
+GENERATION_FILE = "generation.json"
+# What went to the Hub; in a folder of checkpoints that came from the Hub, where they are from.
+HUB_FILE = "hub.json"
 LIVE_STATES = ("starting", "running", "stopping")
 FINAL_STATES = ("done", "stopped", "failed")
-STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, not failed, to be tried again later
+# EX_TEMPFAIL of sysexits.h: not done, not failed, to be tried again later.
+STOPPED_EXIT_CODE = 75
 
-
+# %% ../../nbs/run/05_run_dir.ipynb #a7d9265d
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write `content` to `path`.
 
     Readers see the old file or all of the new one, even if several processes write at once."""
-    partial = path.with_name(
-        f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp"
-    )  # other machines may see this disk
+    # Processes on other machines may see this disk.
+    writer = f"{socket.gethostname()}.{os.getpid()}"
+    partial = path.with_name(f".{path.name}.{writer}.tmp")
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)  # on a full disk half of it would stay
+        # On a full disk, half of it would stay.
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -78,7 +83,7 @@ def read_json(path: Path) -> dict[str, Any]:
         )
     return found
 
-
+# %% ../../nbs/run/05_run_dir.ipynb #b9b6b638
 _NUMBER = (int, float)
 _PLOTTED = ("loss", "eval_loss", "learning_rate", "tokens_per_second", "time")
 
@@ -97,33 +102,26 @@ def whole_records(lines: list[bytes]) -> list[dict[str, Any]]:
                 found.append(record)
     return found
 
-# %% ../../nbs/run/05_run_dir.ipynb #08dcabb0
-_OF_THE_NAME = (
-    errno.ENAMETOOLONG,
-    errno.ENOTDIR,
-    errno.EEXIST,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-)  # others may pass, as a full disk
 
-
-@contextmanager
-def _making(cfg: RunConfig) -> Iterator[None]:
-    "Raise `ConfigError` if the run directory of `cfg` can't be created."
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
-        yield
-    except OSError as error:
-        if error.errno not in _OF_THE_NAME:
-            raise
-        raise ConfigError(
-            f"can't create the run's directory in run_root={cfg.run_root!r} ({error.strerror}: "
-            f"{error.filename!r}). Set run_root to a writable folder, "
-            "or choose another run_name."
-        ) from None
+        return whole_records(path.read_bytes().splitlines(keepends=True))
+    except FileNotFoundError:
+        return []
 
-# %% ../../nbs/run/05_run_dir.ipynb #81b90a1e
-_KINDS = {  # of what others read in status.json
+
+def _read_last_metrics(path: Path, count: int) -> list[dict[str, Any]]:
+    "Return the last `count` records, which are assumed to have less than 1,000 bytes on average."
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1000 * count))
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return whole_records(lines)[-count:]
+
+# %% ../../nbs/run/05_run_dir.ipynb #1c2b8aff
+_KINDS = {
     "state": str,
     "pids": dict,
     "heartbeat": _NUMBER,
@@ -135,141 +133,92 @@ _KINDS = {  # of what others read in status.json
 }
 
 
-class RunDir:
-    "The paths and small files of one run directory; the only class that knows its layout."
+def _read_status(path: Path) -> dict[str, Any]:
+    "Return the status in the file `path`. Raises `ConfigError` if it is damaged."
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        return {"state": "starting"}
+    wrong = [
+        name
+        for name, kinds in _KINDS.items()
+        if name in found and not isinstance(found[name], kinds)
+    ]
+    if not wrong and found.get("state") not in (*LIVE_STATES, *FINAL_STATES):
+        wrong = ["state"]
+    if wrong:
+        raise ConfigError(
+            f"{path} is damaged: {wrong[0]} is {found.get(wrong[0])!r}. "
+            "Restore it from a copy, or move the run's directory away."
+        )
+    return found
+
+# %% ../../nbs/run/05_run_dir.ipynb #5e90fa8d
+def commit_digest(commit: dict[str, Any]) -> str:
+    "Return the digest of a commit, which is stored with it."
+    return hashlib.sha256(json.dumps(commit, sort_keys=True).encode()).hexdigest()
+
+
+def read_commit(checkpoint: Path) -> dict[str, Any]:
+    """Return `time`, `fingerprint` and `files` of a checkpoint.
+
+    Raises `CheckpointError` if its commit is missing or was altered."""
+    try:
+        record = json.loads((checkpoint / COMMIT_FILE).read_bytes())
+        body, written = record["commit"], record["sha256"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{COMMIT_FILE} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{COMMIT_FILE}: its content was altered") from None
+    if commit_digest(body) != written:
+        raise CheckpointError(f"{COMMIT_FILE}: its content was altered")
+    # The digest matches, so another program wrote it.
+    if not _is_commit(body):
+        raise CheckpointError(f"{COMMIT_FILE} was not written by this package")
+    strange = [name for name in body["files"] if Path(name).name != name or not name.isprintable()]
+    if strange:
+        raise CheckpointError(
+            f"{COMMIT_FILE} lists {strange[0]!r}, which is not a file in its folder"
+        )
+    return body
+
+
+def _is_commit(body: Any) -> bool:
+    "Return whether `body` has the parts of a commit, each of the right type."
+    try:
+        files = [
+            (about["bytes"], bytes.fromhex(about["sha256"])) for about in body["files"].values()
+        ]
+        right = math.isfinite(body["time"]) and isinstance(body["fingerprint"], dict)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        return False
+    return right and all(type(size) is int and size >= 0 and len(sha) == 32 for size, sha in files)
+
+
+def saved_at(checkpoint: Path) -> float:
+    "Return when a checkpoint was committed, in seconds since 1970."
+    try:
+        return read_commit(checkpoint)["time"]
+    except CheckpointError:
+        # A damaged checkpoint keeps its place in the order.
+        commit = checkpoint / COMMIT_FILE
+        return (commit if commit.exists() else checkpoint).stat().st_mtime
+
+# %% ../../nbs/run/05_run_dir.ipynb #68e6c871
+class _NodeDir:
+    """The files through which the processes of one node communicate.
+
+    These are its status, metrics, logs, errors, heartbeats and a request to stop."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).resolve()
 
     def __repr__(self) -> str:
-        return f"RunDir({str(self.path)!r})"
-
-    @classmethod
-    def create(cls, cfg: RunConfig, end_idx: int | None = None) -> RunDir:
-        """Create a directory under `cfg.run_root`.
-
-        Its name is `run_name`, or model and slice, with a number if that is taken. Raises
-        `ConfigError` if it can't be created."""
-        base = cls._base_name(cfg, end_idx)
-        root = Path(cfg.run_root)
-        number = 1
-        with _making(cfg):
-            root.mkdir(parents=True, exist_ok=True)
-            while True:
-                name = base if number == 1 else f"{base}-{number}"
-                try:
-                    (root / name).mkdir()
-                    break
-                except FileExistsError:
-                    number += 1
-            run_dir = cls(root / name)
-            run_dir._make_folders()
-        run_dir.write_config(cfg)
-        return run_dir
-
-    def write_config(self, cfg: RunConfig) -> None:
-        "Write `cfg` with the name and the root of this directory."
-        write_json(
-            self.path / "config.json",
-            {
-                **cfg.model_dump(),
-                "run_root": str(self.main.path.parent),
-                "run_name": self.main.name,
-            },
-        )
-
-    @classmethod
-    def common(cls, cfg: RunConfig, end_idx: int | None = None) -> RunDir:
-        """Create or open the directory of a run on several nodes, which has the same name on all.
-
-        Its config.json is written by node 0."""
-        run_dir = cls(Path(cfg.run_root) / cls._base_name(cfg, end_idx))
-        with _making(cfg):
-            run_dir._make_folders()
-        return run_dir
-
-    @staticmethod
-    def _base_name(cfg: RunConfig, end_idx: int | None) -> str:
-        return (
-            cfg.run_name
-            or f"{short_name(cfg.model)}_{cfg.start_idx}-{end_idx if end_idx is not None else cfg.end_idx or 'end'}"
-        )
-
-    def _make_folders(
-        self,
-        folders: tuple[str, ...] = ("logs", "errors", "beats", "checkpoints", "export", "report"),
-    ) -> None:
-        for folder in folders:
-            (self.path / folder).mkdir(parents=True, exist_ok=True)
-
-    def of_node(self, node_rank: int) -> RunDir:
-        """Return the part of the directory that belongs to node `node_rank`.
-
-        It holds the node's status, metrics, logs, errors and heartbeats, and is this directory
-        for node 0."""
-        if node_rank == 0:
-            return self
-        node = RunDir(self.path / "nodes" / f"node-{node_rank}")
-        node._make_folders(("logs", "errors", "beats"))
-        return node
-
-    def nodes(self) -> list[RunDir]:
-        "Return the parts of the other nodes that are on this disk."
-        return [RunDir(path) for path in self.path.glob("nodes/node-*/")]
-
-    @property
-    def main(self) -> RunDir:
-        "Return the run directory that this node's part belongs to, which may be itself."
-        return (
-            RunDir(self.path.parents[1])
-            if self.path.parent.name == "nodes" and self.path.name.startswith("node-")
-            else self
-        )
-
-    @property
-    def name(self) -> str:
-        return (
-            self.path.name
-            if self.main.path == self.path
-            else f"{self.main.name} ({self.path.name})"
-        )
-
-    def plan(self) -> dict[str, Any]:
-        "Return the memory estimate and the decisions of `launch`, empty without any."
-        try:
-            return read_json(self.main.path / PLAN_FILE)
-        except FileNotFoundError:
-            return {}
-
-    def config(self) -> RunConfig:
-        "Return the run's configuration. Raises `ConfigError` if `path` is not a run directory."
-        try:
-            return RunConfig(**read_json(self.path / "config.json"))
-        except FileNotFoundError:
-            if self.main.path != self.path:
-                return self.main.config()
-            raise ConfigError(
-                f"{self.path} is not a run directory: config.json is missing."
-            ) from None
+        return f"{type(self).__name__}({str(self.path)!r})"
 
     def status(self) -> dict[str, Any]:
         "Return the run's status. Raises `ConfigError` if it is damaged."
-        try:
-            found = read_json(self.path / "status.json")
-        except FileNotFoundError:
-            return {"state": "starting"}
-        wrong = [
-            name
-            for name, kinds in _KINDS.items()
-            if name in found and not isinstance(found[name], kinds)
-        ]
-        if wrong or found.get("state") not in (*LIVE_STATES, *FINAL_STATES):
-            name = wrong[0] if wrong else "state"
-            raise ConfigError(
-                f"{self.path}/status.json is damaged: {name} is {found.get(name)!r}. "
-                "Restore it from a copy, or move the run's directory away."
-            )
-        return found
+        return _read_status(self.path / "status.json")
 
     def update_status(self, **changes: Any) -> None:
         """Merge `changes` into status.json and refresh its heartbeat.
@@ -281,22 +230,11 @@ class RunDir:
 
     def metrics(self) -> list[dict[str, Any]]:
         "Return the logged steps, without a line that is still being written or is damaged."
-        try:
-            return whole_records(
-                (self.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-            )
-        except FileNotFoundError:
-            return []
+        return _read_metrics(self.path / "metrics.jsonl")
 
     def recent_metrics(self, count: int) -> list[dict[str, Any]]:
         "Return the last `count` logged steps without reading the whole file."
-        try:
-            with open(self.path / "metrics.jsonl", "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 1000 * count))
-                lines = file.read().splitlines(keepends=True)
-        except FileNotFoundError:
-            return []
-        return whole_records(lines)[-count:]
+        return _read_last_metrics(self.path / "metrics.jsonl", count)
 
     def log_file(self, rank: int | str) -> Path:
         return self.path / "logs" / (f"{rank}.log" if isinstance(rank, str) else f"rank{rank}.log")
@@ -321,63 +259,61 @@ class RunDir:
         machine."""
         return self.stop_requested() and (self.path / "stop").read_text() == BY_SIGNAL
 
-    def checkpoints(self) -> list[Path]:
-        """Return the checkpoints that were once complete, oldest first.
-
-        `manifest.verify_checkpoint` says whether one still is."""
-        return sorted(
-            (p for p in self.path.glob("checkpoints/*/") if not p.name.endswith(PARTIAL)),
-            key=saved_at,
-        )
-
-# %% ../../nbs/run/05_run_dir.ipynb #52fbb1b6
-def commit_digest(commit: dict[str, Any]) -> str:
-    "Return the digest of a commit, which is stored with it."
-    return hashlib.sha256(json.dumps(commit, sort_keys=True).encode()).hexdigest()
+# %% ../../nbs/run/05_run_dir.ipynb #0ff0980c
+# Others may pass, such as a full disk.
+_OF_THE_NAME = (
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+)
 
 
-def read_commit(checkpoint: Path) -> dict[str, Any]:
-    """Return `time`, `fingerprint` and `files` of a checkpoint.
-
-    Raises `CheckpointError` if its commit is missing or was altered."""
+@contextmanager
+def _making(cfg: RunConfig) -> Iterator[None]:
+    "Raise `ConfigError` if the run directory of `cfg` can't be created."
     try:
-        record = json.loads((checkpoint / COMMIT_FILE).read_bytes())
-        body, written = record["commit"], record["sha256"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{COMMIT_FILE} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise CheckpointError(f"{COMMIT_FILE}: its content was altered") from None
-    if commit_digest(body) != written:
-        raise CheckpointError(f"{COMMIT_FILE}: its content was altered")
-    if not _is_commit(body):  # the digest matches, so another program wrote it
-        raise CheckpointError(f"{COMMIT_FILE} was not written by this package")
-    if strange := [
-        name for name in body["files"] if Path(name).name != name or not name.isprintable()
-    ]:
-        raise CheckpointError(
-            f"{COMMIT_FILE} lists {strange[0]!r}, which is not a file in its folder"
-        )
-    return body
+        yield
+    except OSError as error:
+        if error.errno not in _OF_THE_NAME:
+            raise
+        raise ConfigError(
+            f"can't create the run's directory in run_root={cfg.run_root!r} ({error.strerror}: "
+            f"{error.filename!r}). Set run_root to a writable folder, "
+            "or choose another run_name."
+        ) from None
 
 
-def _is_commit(body: Any) -> bool:
-    try:
-        files = [
-            (about["bytes"], bytes.fromhex(about["sha256"])) for about in body["files"].values()
-        ]
-        right = math.isfinite(body["time"]) and isinstance(body["fingerprint"], dict)
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
-        return False
-    return right and all(type(size) is int and size >= 0 and len(sha) == 32 for size, sha in files)
+def _new_folder(root: Path, name: str) -> Path:
+    "Create a folder in `root`, with a number after `name` if it is taken."
+    root.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
 
 
-def saved_at(checkpoint: Path) -> float:
-    "Return when a checkpoint was committed, in seconds since 1970."
-    try:
-        return read_commit(checkpoint)["time"]
-    except CheckpointError:  # damaged, but its place in the row still counts
-        commit = checkpoint / COMMIT_FILE
-        return (commit if commit.exists() else checkpoint).stat().st_mtime
+_NODE_FOLDERS = ("logs", "errors", "beats")
+_RUN_FOLDERS = (*_NODE_FOLDERS, "checkpoints", "export", "report")
+
+
+def _make_folders(path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (path / name).mkdir(parents=True, exist_ok=True)
+
+
+def _base_name(cfg: RunConfig, end_idx: int | None) -> str:
+    "Return the name of the run directory, without a number."
+    if cfg.run_name:
+        return cfg.run_name
+    end = end_idx if end_idx is not None else cfg.end_idx or "end"
+    return f"{short_name(cfg.model)}_{cfg.start_idx}-{end}"
 
 
 def short_name(model: str) -> str:
@@ -389,6 +325,86 @@ def short_name(model: str) -> str:
         or "model"
     )
 
+# %% ../../nbs/run/05_run_dir.ipynb #81b90a1e
+class RunDir(_NodeDir):
+    "The paths and small files of one run directory; the only class that knows its layout."
+
+    @classmethod
+    def create(cls, cfg: RunConfig, end_idx: int | None = None) -> RunDir:
+        """Create a directory under `cfg.run_root`.
+
+        Its name is `run_name`, or model and slice, with a number if that is taken. Raises
+        `ConfigError` if it can't be created."""
+        with _making(cfg):
+            run_dir = cls(_new_folder(Path(cfg.run_root), _base_name(cfg, end_idx)))
+            _make_folders(run_dir.path, _RUN_FOLDERS)
+        run_dir.write_config(cfg)
+        return run_dir
+
+    def write_config(self, cfg: RunConfig) -> None:
+        "Write `cfg` with the name and the root of this directory."
+        place = {"run_root": str(self.main.path.parent), "run_name": self.main.name}
+        write_json(self.path / "config.json", {**cfg.model_dump(), **place})
+
+    @classmethod
+    def common(cls, cfg: RunConfig, end_idx: int | None = None) -> RunDir:
+        """Create or open the directory of a run on several nodes, which has the same name on all.
+
+        Its config.json is written by node 0."""
+        run_dir = cls(Path(cfg.run_root) / _base_name(cfg, end_idx))
+        with _making(cfg):
+            _make_folders(run_dir.path, _RUN_FOLDERS)
+        return run_dir
+
+    def of_node(self, node_rank: int) -> RunDir:
+        """Return the part of the directory that belongs to node `node_rank`.
+
+        It holds the node's status, metrics, logs, errors and heartbeats, and is this directory
+        for node 0."""
+        if node_rank == 0:
+            return self
+        node = RunDir(self.path / "nodes" / f"node-{node_rank}")
+        _make_folders(node.path, _NODE_FOLDERS)
+        return node
+
+    def nodes(self) -> list[RunDir]:
+        "Return the parts of the other nodes that are on this disk."
+        return [RunDir(path) for path in self.path.glob("nodes/node-*/")]
+
+    @property
+    def main(self) -> RunDir:
+        "Return the run directory that this node's part belongs to, which may be itself."
+        is_part = self.path.parent.name == "nodes" and self.path.name.startswith("node-")
+        return RunDir(self.path.parents[1]) if is_part else self
+
+    @property
+    def name(self) -> str:
+        main = self.main
+        return self.path.name if main is self else f"{main.name} ({self.path.name})"
+
+    def plan(self) -> dict[str, Any]:
+        "Return the memory estimate and the decisions of `launch`, empty without any."
+        try:
+            return read_json(self.main.path / PLAN_FILE)
+        except FileNotFoundError:
+            return {}
+
+    def config(self) -> RunConfig:
+        "Return the run's configuration. Raises `ConfigError` if `path` is not a run directory."
+        try:
+            return RunConfig(**read_json(self.path / "config.json"))
+        except FileNotFoundError:
+            if self.main is not self:
+                return self.main.config()
+        raise ConfigError(f"{self.path} is not a run directory: config.json is missing.")
+
+    def checkpoints(self) -> list[Path]:
+        """Return the checkpoints that were once complete, oldest first.
+
+        `manifest.verify_checkpoint` says whether one still is."""
+        found = self.path.glob("checkpoints/*/")
+        return sorted((p for p in found if not p.name.endswith(PARTIAL)), key=saved_at)
+
 # %% ../../nbs/run/05_run_dir.ipynb #38bbc43f
 def clear_attempt(run_dir: RunDir) -> None:
     """Delete the errors and heartbeats of the last attempt, and move its logs.
@@ -398,11 +414,8 @@ def clear_attempt(run_dir: RunDir) -> None:
         path.unlink()
     logs = list(run_dir.path.glob("logs/rank*.log"))
     if logs:
-        folder = (
-            run_dir.path
-            / "logs"
-            / f"before-retry-{len(list(run_dir.path.glob('logs/before-retry-*'))) + 1}"
-        )
+        number = len(list(run_dir.path.glob("logs/before-retry-*"))) + 1
+        folder = run_dir.path / "logs" / f"before-retry-{number}"
         folder.mkdir()
         for path in logs:
             path.rename(folder / path.name)

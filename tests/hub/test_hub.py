@@ -147,9 +147,9 @@ def test_what_is_uploaded_comes_back_unchanged(hub, client, run, tmp_path):
     assert client("pull", cfg=resume(run), root=str(root)) == pulled and hub.sent > sent
     verify_checkpoint(path)
 
-    goes_on = RunDir.create(RunConfig(run_root=str(root)))
-    goes_on.update_status(resumed_from=str(path))
-    assert kept_checkpoints(goes_on) == [path], "it is deleted when newer ones replace it"
+    continued = RunDir.create(RunConfig(run_root=str(root)))
+    continued.update_status(resumed_from=str(path))
+    assert kept_checkpoints(continued) == [path], "it is deleted when newer ones replace it"
 
 
 def test_an_interrupted_upload_continues_with_the_file_where_it_stopped(hub, client, run):
@@ -597,7 +597,8 @@ def test_a_run_survives_a_refusing_hub_and_sync_sends_its_results_later(
     )
     card = hub.read("jane/refused", "README.md").decode()
     assert "library_name: peft" in card and "base_model: jane/base" in card
-    code = re.search(r"```python\n(from peft.*?)```", card, re.S)[1]  # the code that the card shows
+    # The code that the card shows.
+    code = re.search(r"```python\n(from peft.*?)```", card, re.S)[1]
     subprocess.run(
         [sys.executable, "-c", code], env=local.environment(hub), check=True, timeout=100
     )

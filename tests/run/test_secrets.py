@@ -83,9 +83,10 @@ def place(tmp_path, material):
     shutil.copytree(material, tmp_path / "work")
     canaries = {"HF_TOKEN": "hf_" + secrets.token_hex(17), "WANDB_API_KEY": secrets.token_hex(20)}
     server = WandbServer()
+    # Other tests have looked up secrets, too.
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("MULTIGPU_FT_")
-    }  # other tests have looked up secrets, too
+    }
     environment = {
         **inherited,
         **server.environment,
