@@ -69,11 +69,11 @@ def static_halves(folder, dataset, questions, out):
             )[:, batch["input_ids"].shape[1] :]
         lengths += (made != tokenizer.pad_token_id).sum(dim=1).tolist()
     seconds = time.perf_counter() - begun
-    everybodys = [None] * ranks
-    dist.all_gather_object(everybodys, (seconds, lengths))
+    gathered = [None] * ranks
+    dist.all_gather_object(gathered, (seconds, lengths))
     if rank == 0:
-        seconds = max(s for s, _ in everybodys)
-        lengths = [n for _, part in everybodys for n in part]
+        seconds = max(s for s, _ in gathered)
+        lengths = [n for _, part in gathered for n in part]
         with open(out, "w") as file:
             json.dump(
                 {
@@ -259,7 +259,7 @@ def compare(comparison, options, folder, root):
 
 
 def summary(found):
-    "Sequences a second of each arm, and ratios of pairs that ran one after the other: median, least and most."
+    "Sequences a second of each arm, and ratios of pairs that ran in turn: median, least and most."
 
     def spread(values):
         return {

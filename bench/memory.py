@@ -359,7 +359,7 @@ def gpu_configurations() -> dict[str, tuple[dict, dict]]:
 
 
 class OnOneGPU:
-    "To be mixed into a strategy: the other ranks are not there, so weights are not sent, and nobody is asked."
+    "To be mixed into a strategy: the other ranks are not there, so weights are not sent, and no other rank is asked."
 
     def _place(self, unit: nn.Module, leave: set[nn.Module]) -> list[torch.Tensor]:
         if packed := [m for m in unit.modules() if hasattr(m, "quant_state")]:

@@ -145,7 +145,7 @@ def rank(strategy_name, rounds, report):
             slowest = {
                 k: max(v for v in vs)
                 for k in found
-                if None not in (vs := everybodys(dist, world, found[k]))
+                if None not in (vs := of_all_ranks(dist, world, found[k]))
             }
             if world.is_main:
                 print(f"{strategy_name}, round {number}, {arm}: {slowest}", flush=True)
@@ -171,7 +171,7 @@ def rank(strategy_name, rounds, report):
     os._exit(0)
 
 
-def everybodys(dist, world, value):
+def of_all_ranks(dist, world, value):
     values = [None] * world.size
     dist.all_gather_object(values, value)
     return values

@@ -208,7 +208,7 @@ def main():
         "--only",
         nargs="*",
         default=["alone", "compared"],
-        help="parts to measure anew; the other stays as it is in the result",
+        help="parts to measure again; the other stays as it is in the result",
     )
     parser.add_argument("--rank")
     parser.add_argument("--folder")

@@ -156,7 +156,7 @@ def refuse_stranger(name: str, stored: dict[str, Any], cfg: RunConfig) -> None:
         raise CheckpointError(
             f"checkpoint {name} belongs to another run ({differ}). "
             "Use resume_file='none' to start from the base model, "
-            "or resume_scope='weights' to go on with its weights on other data."
+            "or resume_scope='weights' to continue with its weights on other data."
         )
 
 

@@ -142,7 +142,7 @@ def tokenize_labelled(
 # %% ../../nbs/data/04_tokenization.ipynb #263fd6b2
 _OTHER_WORDS = "\ue000\ue001\ue002"  # private-use characters, which no conversation has
 _MARKED = re.compile(r"\{%-?\s*generation\b")
-# some templates put today's date in, and a run that goes on tomorrow would have other texts;
+# some templates put today's date in, and a run resumed tomorrow would have other texts;
 # this is the default of Llama 3's
 _SETTINGS: dict[str, Any] = {
     "date_string": "26 Jul 2024",

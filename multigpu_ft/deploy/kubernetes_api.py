@@ -69,9 +69,9 @@ class _Cluster:
         self.host = api.configuration.host
         try:
             version = VersionApi(api).get_code(_request_timeout=_TIMEOUT_S)
-            self._client = DynamicClient(
-                api, cache_file=str(Path(folder) / "discovery.json")
-            )  # its own place in the temporary folder is everybody's
+            # its default, in the temporary folder, is shared by all users of the machine
+            discovered = str(Path(folder) / "discovery.json")
+            self._client = DynamicClient(api, cache_file=discovered)
         except ApiException as error:
             raise ConfigError(
                 f"the cluster at {self.host} refuses: {_said(error)}. "

@@ -21,8 +21,8 @@ TENSORBOARD_PORT = 6006
 ACCOUNT = "multigpu-ft"  # the ServiceAccount that pods run as; it may do nothing
 _HOME = "/home/multigpu-ft"
 _USER = 1000  # the image's
-# the agent gives ranks 300 s to save their checkpoint after a SIGTERM, and everybody then a
-# minute to end
+# the agent gives ranks 300 s to save their checkpoint after a SIGTERM, and then all
+# processes a minute to end
 _GRACE_S = 360
 _ACCELERATOR_LABELS = ("nvidia.com/gpu.product", "cloud.google.com/gke-accelerator")
 

@@ -37,7 +37,7 @@ def bytes_of(quantity: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(Mi|Gi|Ti|M|G|T)", quantity)
     if not found:
         raise ValueError(
-            f"{quantity!r} is no amount of memory or disk; write a number and a unit, "
+            f"{quantity!r} is not an amount of memory or disk; write a number and a unit, "
             "such as 64Gi (Mi, Gi, Ti, M, G, T)"
         )
     return int(float(found[1]) * _FACTORS[found[2]])
@@ -359,7 +359,7 @@ def _refuse_tokens(values: dict[str, Any]) -> None:
         known = tuple(name for name in SECRETS if f"config_map.{name}" in named) or SECRETS[:1]
         raise ConfigError(
             f"resources: {', '.join(sorted(named))} holds what looks like a token or password, "
-            "and everybody could read it in the rendered files. Put it into "
+            "and anyone could read it in the rendered files. Put it into "
             "the cluster, from a file that only you can read,\n  "
             f"{secret_command(str(values.get('namespace', 'multigpu-ft')), known)}\nand write "
             f"secret: {SECRET_NAME}; pods read it as a file. Revoke this one if resources.yaml was shared."

@@ -362,7 +362,7 @@ def summary_html(run: Any) -> str:
         *[("remark", escape(remark)) for remark in status.get("remarks", [])],
         ("message", escape(status["message"]) if status.get("message") else ""),
         (
-            "to go on",
+            "to continue",
             "the same settings again continue from that checkpoint, also on another number of GPUs"
             if checkpoints and state != "done"
             else "",

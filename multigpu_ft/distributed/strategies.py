@@ -353,9 +353,9 @@ class _Placed(_Trained):
 
     def gather_for_metrics(self, values: torch.Tensor) -> torch.Tensor:
         "Concatenate the rows of `values` of all ranks. A collective."
-        everybodys = [torch.empty_like(values) for _ in range(self.world.size)]
-        dist.all_gather(everybodys, values)
-        return torch.cat(everybodys)
+        gathered = [torch.empty_like(values) for _ in range(self.world.size)]
+        dist.all_gather(gathered, values)
+        return torch.cat(gathered)
 
     def end_training(self) -> None:
         "Leave the process group."
@@ -453,7 +453,7 @@ class DDP(Single):
             else "broadcast_buffers"
         )
         self._place(model, set())
-        # weights are everybody's already: sent by rank 0, or read from the same files and drawn from the same seed
+        # all ranks have the weights already: sent by rank 0, or read from the same files and drawn from the same seed
         return DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,

@@ -59,9 +59,9 @@ class World:
     def gather(self, *values: float) -> list[list[float]]:
         "Return the `values` of every rank, by rank. A collective."
         mine = torch.tensor(values, dtype=torch.float64)
-        everybodys = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everybodys, mine)
-        return [theirs.tolist() for theirs in everybodys]
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine)
+        return [theirs.tolist() for theirs in gathered]
 
     def max(self, value: float) -> float:
         "Return the highest `value` of any rank. A collective."

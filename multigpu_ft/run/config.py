@@ -457,7 +457,7 @@ class _CheckpointSettings(_Settings):
     save_failure: Literal["continue", "stop"] = _field(
         "continue",
         "checkpoint",
-        "when a checkpoint cannot be written: go on and say so, or stop; "
+        "when a checkpoint can't be written: add a remark and continue, or stop; "
         "the last one of a run must succeed in any case",
     )
     keep_best: bool = _field(
