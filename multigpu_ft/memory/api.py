@@ -7,6 +7,7 @@ __all__ = ['gpus_here', 'Estimate', 'estimate', 'plan_memory']
 
 # %% ../../nbs/memory/06_api.ipynb #5faa5250
 import base64
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -41,26 +42,21 @@ from multigpu_ft.run.environment import (
 from ..run.errors import ConfigError
 
 # %% ../../nbs/memory/06_api.ipynb #3fe57004
-_KAGGLE_RAM_GIB, _KAGGLE_DISK_GIB, _SESSION_HOURS = 29.0, 19.5, 12.0
-
-
 def gpus_here() -> list[GPU]:
     "Return the GPUs that a run on this machine would use."
     found = []
     for device in visible_gpus():
         total = device.memory / 2**20
+        # torch sees a little less than nvidia-smi
+        seen = total * 0.98
         try:
             known = find_gpu(device.name)
         except ConfigError:
-            known = find_gpu(
-                device.name, (total or 8192) * 0.98
-            )  # torch sees a little less than nvidia-smi
+            known = find_gpu(device.name, seen or 8192 * 0.98)
         # of one name there are several sizes
-        found.append(
-            known
-            if not total or abs(total - known.memory_mib) < 0.1 * total
-            else find_gpu(device.name, total * 0.98)
-        )
+        if total and abs(total - known.memory_mib) >= 0.1 * total:
+            known = find_gpu(device.name, seen)
+        found.append(known)
     return found
 
 
@@ -68,41 +64,86 @@ def _machine(
     cfg: RunConfig, gpus: int | None, gpu_memory_gib: str | float | None
 ) -> tuple[GPU, int, bool]:
     "Return the kind of GPU, how many, and whether they are in this machine."
-    if gpus is not None and (
-        isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= 4096
-    ):
+    is_count = isinstance(gpus, int) and not isinstance(gpus, bool)
+    if gpus is not None and not (is_count and 1 <= gpus <= 4096):
         raise ConfigError(f"gpus={gpus!r} is not a number of GPUs; use a whole number from 1.")
     here = gpus_here() if gpu_memory_gib is None else []
-    gpu = (
-        min(here, key=lambda g: g.memory_mib)
-        if here
-        else find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)
-    )
-    count = gpus or (cfg.nproc or (1 if cfg.strategy == "single" else len(here) or 2)) * cfg.nnodes
+    if here:
+        gpu = min(here, key=lambda g: g.memory_mib)
+    else:
+        gpu = find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)
+    on_a_node = 1 if cfg.strategy == "single" else len(here) or 2
+    count = gpus or (cfg.nproc or on_a_node) * cfg.nnodes
     if count % cfg.nnodes:
         raise ConfigError(
             f"gpus={count} cannot be shared out evenly over nnodes={cfg.nnodes}; name a multiple."
         )
     return gpu, count, bool(here)
 
-# %% ../../nbs/memory/06_api.ipynb #5cb0c633
+# %% ../../nbs/memory/06_api.ipynb #93450666
 _GIB = 2**30
+_KAGGLE_RAM_GIB, _KAGGLE_DISK_GIB, _SESSION_HOURS = 29.0, 19.5, 12.0
+
+
+def _host(here: bool) -> tuple[float, float, str]:
+    "Return the GiB of memory and of disk, and which machine has them."
+    if not here:
+        return _KAGGLE_RAM_GIB, _KAGGLE_DISK_GIB, "on Kaggle there are"
+    folder = Path(default_run_root()).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    ram, disk = psutil.virtual_memory(), psutil.disk_usage(str(folder))
+    return ram.total / _GIB, disk.free / _GIB, "here there are"
+
+# %% ../../nbs/memory/06_api.ipynb #5cb0c633
 _CONTEXT, _SLACK = "CUDA context and NCCL", "allocator slack"
-_COLORS = {
-    "parameters": "#0072b2",
-    "gradients": "#56b4e9",
-    "optimizer": "#009e73",
-    "unsharded": "#f0e442",
-    "activations": "#e69f00",
-    "logits and loss": "#d55e00",
-    "temporary": "#cc79a7",
-    _CONTEXT: "#7a7a7a",
-    _SLACK: "#cfcfcf",
-}
 
 
-def _hours(hours: float) -> str:
-    return f"{max(1, hours * 60):.0f} min" if hours < 1.5 else f"{hours:.1f} h"
+def _highest_peak(fit: Fit) -> tuple[str, dict[str, float]]:
+    "Return the phase with the highest peak, and the GiB of each category then."
+    highest = max(fit.found["peaks"], key=lambda peak: peak["bytes"])
+    sizes = {**highest["categories"], _CONTEXT: fit.context, _SLACK: fit.slack}
+    return highest["phase"], {name: size / _GIB for name, size in sizes.items()}
+
+
+def _disk(fit: Fit, keep: int) -> dict[str, float]:
+    "Return the GiB of a checkpoint, of the export, and of all that are kept."
+    checkpoint, export = (fit.found["disk"][name] / _GIB for name in ("checkpoint", "export"))
+    kept = (keep + 1) * checkpoint + export
+    return {"checkpoint": checkpoint, "export": export, "kept": kept}
+
+
+def _rows(cfg: RunConfig) -> tuple[int, bool]:
+    "Return the rows of the slice, and whether they are known; the data may be elsewhere."
+    num_rows = None
+    # gathering the built-in data takes seconds
+    if cfg.dataset != BUILTIN_DATASET:
+        with suppress(ValueError, OSError):
+            num_rows = count_rows(cfg)
+    if num_rows is not None and num_rows > cfg.start_idx:
+        return min(cfg.slice_end(num_rows), num_rows) - cfg.start_idx, True
+    if cfg.end_idx:
+        return cfg.end_idx - cfg.start_idx, True
+    return cfg.slice_size, cfg.end_idx is not None
+
+
+def _settings(fit: Fit) -> dict[str, Any]:
+    "Return the settings, given or decided."
+    found, cfg = fit.found, fit.cfg
+    blocks = {0: "none", 1: "all"}.get(found["every"], f"every {found['every']}th")
+    return {
+        "strategy": cfg.strategy,
+        "dtype": cfg.dtype,
+        "tuning": cfg.tuning,
+        "quantization": found["quantization"],
+        "optimizer": cfg.optimizer,
+        "batch_size": cfg.batch_size,
+        "accum_steps": cfg.accum_steps,
+        "checkpointed_blocks": blocks,
+        "communication": found["communication"],
+        "trainable_parameters": found["trainable"],
+        "parameters": found["parameters"],
+    }
 
 # %% ../../nbs/memory/06_api.ipynb #55d3e3ca
 class Estimate:
@@ -117,25 +158,13 @@ class Estimate:
     def __init__(self, config: RunConfig, fit: Fit, found: list[Remedy], here: bool) -> None:
         self.config, self.decided, self.remedies = config, fit.cfg, found
         self.gpu, self.gpus, self.verdict, self.fits = fit.gpu, fit.gpus, fit.verdict, fit.fits
-        self.peak_gib, self.limit_gib = fit.peak / _GIB, fit.limit / _GIB
         self.simulation, self._here = fit, here
-        highest = max(fit.found["peaks"], key=lambda peak: peak["bytes"])
-        self.moment = highest["phase"]
-        self.categories = {
-            **{name: size / _GIB for name, size in highest["categories"].items()},
-            _CONTEXT: fit.context / _GIB,
-            _SLACK: fit.slack / _GIB,
-        }
-        self.phases = {
-            peak["phase"]: (peak["bytes"] + fit.context) / _GIB for peak in fit.found["peaks"]
-        }
-        self.host_gib = {moment: size / _GIB for moment, size in fit.found["host"].items()}
-        checkpoint, export = (fit.found["disk"][name] / _GIB for name in ("checkpoint", "export"))
-        self.disk_gib = {
-            "checkpoint": checkpoint,
-            "export": export,
-            "kept": (config.keep + 1) * checkpoint + export,
-        }
+        self.peak_gib, self.limit_gib = fit.peak / _GIB, fit.limit / _GIB
+        self.moment, self.categories = _highest_peak(fit)
+        peaks, host = fit.found["peaks"], fit.found["host"]
+        self.phases = {peak["phase"]: (peak["bytes"] + fit.context) / _GIB for peak in peaks}
+        self.host_gib = {moment: size / _GIB for moment, size in host.items()}
+        self.disk_gib = _disk(fit, config.keep)
         self.tokens_per_second = fit.tokens_per_second
         self.rows, self._rows_are_known = _rows(config)
         most = self.rows * config.num_epochs * config.max_length
@@ -160,265 +189,243 @@ class Estimate:
     @property
     def line(self) -> str:
         "The estimate in a sentence."
-        time = f"; at most {_hours(self.hours)}" if self.hours else ""
-        size = f"{self.peak_gib:.1f} of {self.limit_gib:.1f} GiB"
-        gpus = f"{self.gpus} x {self.gpu.name}"
-        return f"{self.verdict}: {size} on each of {gpus}, at the {self.moment}{time}."
+        return _line(self)
 
     @property
     def remarks(self) -> list[str]:
         "Return what else is scarce."
-        said = []
-        ram, disk, whose = _host(self._here)
-        need = max(self.host_gib.values())
-        if need > ram:
-            when = max(self.host_gib, key=self.host_gib.__getitem__)
-            said.append(
-                f"the host's memory may not do: about {need:.1f} GiB at the {when}, {whose} {ram:.0f} GiB"
-            )
-        if self.disk_gib["kept"] > disk:
-            said.append(
-                f"the disk holds fewer than keep={self.config.keep} checkpoints and one being "
-                f"written: {self.disk_gib['kept']:.1f} GiB, {whose} {disk:.0f} GiB"
-            )
-        hours = self.config.max_hours or session_hours() or _SESSION_HOURS
-        if self.hours and self.hours > hours:
-            said.append(
-                f"it may take up to {_hours(self.hours)}, longer than a session of "
-                f"{_hours(hours)}: it would go on in the next one"
-            )
-        if self.decided.dtype == "bf16" and not has_bf16(self.gpu.capability):
-            said.append(
-                f"a {self.gpu.name} computes bf16 by emulation, several times slower than fp16"
-            )
-        return said
+        return _remarks(self)
 
     @property
     def assumptions(self) -> list[str]:
-        found = self.simulation.found
-        said = [
-            f"every micro-batch is as large as it can be: {self.decided.batch_size} rows of "
-            f"{self.decided.max_length} tokens, {found['packing']}",
-            f"CUDA's context, kernels and NCCL take {self.simulation.context / 2**20:.0f} MiB; "
-            "the caching allocator takes what it would for these requests",
-            "a rank takes 1.9 GiB of the host's memory before the model, "
-            "and rank 0 reads all of it (frozen weights in the compute dtype, else fp32)",
-        ]
-        if self.tokens_per_second:
-            said.append(
-                "time: half of the data sheet's operations, three quarters of its bandwidth, "
-                "transfers beside them; rough, within a factor of two"
-            )
-            known = "" if self._rows_are_known else ", if the data has as many"
-            said.append(
-                f"hours: {self.rows:,} rows{known}, all of max_length, "
-                f"{self.config.num_epochs} epoch(s); shorter texts take less"
-            )
-        return said
+        return _assumptions(self)
 
     def settings(self) -> dict[str, Any]:
         "Return the settings, given or decided."
-        found, cfg = self.simulation.found, self.decided
-        blocks = {0: "none", 1: "all"}.get(found["every"], f"every {found['every']}th")
-        return {
-            "strategy": cfg.strategy,
-            "dtype": cfg.dtype,
-            "tuning": cfg.tuning,
-            "quantization": found["quantization"],
-            "optimizer": cfg.optimizer,
-            "batch_size": cfg.batch_size,
-            "accum_steps": cfg.accum_steps,
-            "checkpointed_blocks": blocks,
-            "communication": found["communication"],
-            "trainable_parameters": found["trainable"],
-            "parameters": found["parameters"],
-        }
+        return _settings(self.simulation)
 
     def record(self) -> dict[str, Any]:
         "Return the whole estimate as JSON."
-        rounded = {
-            name: {k: round(v, 3) for k, v in getattr(self, name).items()}
-            for name in ("categories", "phases", "host_gib", "disk_gib")
-        }
-        return {
-            "verdict": self.verdict,
-            "fits": self.fits,
-            "peak_gib": round(self.peak_gib, 3),
-            "limit_gib": round(self.limit_gib, 3),
-            "moment": self.moment,
-            "gpu": self.gpu.name,
-            "gpus": self.gpus,
-            **rounded,
-            "tokens_per_second": self.tokens_per_second and round(self.tokens_per_second, 1),
-            "hours": self.hours and round(self.hours, 3),
-            "settings": self.settings(),
-            "remarks": self.remarks,
-            "assumptions": self.assumptions,
-            "remedies": [
-                {
-                    "changes": r.changes,
-                    "peak_gib": round(r.peak / _GIB, 2),
-                    "tokens_per_second": r.tokens_per_second and round(r.tokens_per_second),
-                }
-                for r in self.remedies
-            ],
-        }
-
-    def _table(self) -> list[tuple[str, str]]:
-        "Return names and values of the lines of the table."
-        rows = [
-            (name, f"{size:6.2f} GiB") for name, size in self.categories.items() if size >= 0.005
-        ]
-        rows.append(
-            (
-                f"peak on each GPU, at the {self.moment}",
-                f"{self.peak_gib:6.2f} GiB of {self.limit_gib:.2f}",
-            )
-        )
-        rows += [
-            (f"host memory at the {moment}", f"{size:6.1f} GiB")
-            for moment, size in self.host_gib.items()
-        ]
-        checkpoint, export, kept = (
-            self.disk_gib[name] for name in ("checkpoint", "export", "kept")
-        )
-        up_to = f"with keep={self.config.keep} up to {kept:.2f}"
-        disk = f"{checkpoint:6.2f} GiB; export {export:.2f}; {up_to}"
-        rows.append(("disk for a checkpoint", disk))
-        if self.tokens_per_second:
-            rows.append(
-                (
-                    "speed of all GPUs, roughly",
-                    f"{self.tokens_per_second:,.0f} tokens/s; at most {_hours(self.hours)} for {self.rows:,} rows",
-                )
-            )
-        return rows
-
-    def _said(self) -> str:
-        return ", ".join(
-            f"{name}={value}"
-            for name, value in self.settings().items()
-            if name not in ("trainable_parameters", "parameters")
-        )
+        return _record(self)
 
     def __str__(self) -> str:
-        rows = self._table()
-        width = max(len(name) for name, _ in rows)
-        lines = [
-            self.line,
-            self._said(),
-            *(f"  {name:{width}} {value}" for name, value in rows),
-            *(f"! {remark}" for remark in self.remarks),
-        ]
-        if not self.fits:
-            lines.append(
-                "what would fit, by a guess from fewer blocks:"
-                if self.remedies
-                else "nothing that was tried would fit"
-            )
-            lines += [f"  {remedy}" for remedy in self.remedies[:5]]
-        return "\n".join([*lines, "assumed:", *(f"  {line}" for line in self.assumptions)])
+        return _text(self)
 
     def __repr__(self) -> str:
         return f"Estimate({self.line})"
 
     def _repr_html_(self) -> str:
-        mark = {FITS: "✓", CLOSE: "✓", MAY_NOT: "?", DOES_NOT: "✗"}[self.verdict]
-        table = html_table([(name, value.strip()) for name, value in self._table()])
-        notes = "".join(f"<div>! {escape(remark)}</div>" for remark in self.remarks)
-        if not self.fits:
-            said = [str(remedy).rpartition(": ") for remedy in self.remedies[:5]]
-            items = "".join(
-                f"<li><code>cfg.replace({escape(changes)})</code>: {escape(about)}</li>"
-                for changes, _, about in said
-            )
-            notes += (
-                f"<div>What would fit, by a guess from fewer blocks:<ol>{items}</ol></div>"
-                if items
-                else "<div>Nothing that was tried would fit.</div>"
-            )
-        assumed = "".join(f"<li>{escape(line)}</li>" for line in self.assumptions)
-        picture = base64.b64encode(png_bytes(self.plot())).decode()
-        return (
-            f"<div><b>{mark} {escape(self.line)}</b><br>{escape(self._said())}</div>"
-            f'<img alt="{escape(self.line, quote=True)}" src="data:image/png;base64,{picture}" style="max-width:100%">'
-            f"{table}{notes}<details><summary>Assumed</summary><ul>{assumed}</ul></details>"
-        )
+        return _html(self)
 
     def plot(self) -> Any:
         "Return a matplotlib `Figure` of the peak of each phase, and of the GPU's memory."
-        from matplotlib.figure import Figure
+        return _figure(self)
 
-        figure = Figure(figsize=(8.6, 2.9), dpi=110, layout="constrained")
-        axes = figure.subplots()
-        phases = self.simulation.found["peaks"]
-        names = [peak["phase"] for peak in phases]
-        lefts = [0.0] * len(phases)
-        for category, color in _COLORS.items():
-            given = {_CONTEXT: self.simulation.context}
-            sizes = [
-                given.get(category, peak["categories"].get(category, 0)) / _GIB for peak in phases
-            ]
-            if category == _SLACK:
-                sizes = [
-                    self.simulation.slack / _GIB if name == self.moment else 0.0 for name in names
-                ]
-            if max(sizes) > 0:
-                axes.barh(names, sizes, left=lefts, color=color, label=category, height=0.62)
-            lefts = [left + size for left, size in zip(lefts, sizes, strict=True)]
-        axes.axvline(self.limit_gib, color="black", linewidth=1.5)
-        for at, total in enumerate(lefts):
-            white = {"fc": "white", "ec": "none", "pad": 1}
-            axes.annotate(
-                f"{total:.1f}",
-                (total, at),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=9,
-                bbox=white,
-            )
-        axes.set_ylim(len(phases) - 0.5, -0.9)
-        axes.annotate(
-            f"{self.gpu.name}: {self.limit_gib:.1f} GiB ",
-            (self.limit_gib, -0.6),
-            ha="right",
-            fontsize=9,
+# %% ../../nbs/memory/06_api.ipynb #3b755c13
+def _hours(hours: float) -> str:
+    return f"{max(1, hours * 60):.0f} min" if hours < 1.5 else f"{hours:.1f} h"
+
+
+def _line(found: Estimate) -> str:
+    size = f"{found.peak_gib:.1f} of {found.limit_gib:.1f} GiB"
+    gpus = f"{found.gpus} x {found.gpu.name}"
+    time = f"; at most {_hours(found.hours)}" if found.hours else ""
+    return f"{found.verdict}: {size} on each of {gpus}, at the {found.moment}{time}."
+
+
+def _remarks(found: Estimate) -> list[str]:
+    said = []
+    ram, disk, whose = _host(found._here)
+    when = max(found.host_gib, key=found.host_gib.__getitem__)
+    need, kept = found.host_gib[when], found.disk_gib["kept"]
+    if need > ram:
+        said.append(
+            f"the host's memory may not do: about {need:.1f} GiB at the {when}, {whose} {ram:.0f} GiB"
         )
-        axes.set(
-            xlabel="GiB on each GPU",
-            xlim=(0, 1.06 * max(*lefts, self.limit_gib)),
-            title=f"{Path(self.config.model).name}: {self.verdict}",
+    if kept > disk:
+        said.append(
+            f"the disk holds fewer than keep={found.config.keep} checkpoints and one being "
+            f"written: {kept:.1f} GiB, {whose} {disk:.0f} GiB"
         )
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-        return figure
-
-# %% ../../nbs/memory/06_api.ipynb #967117df
-def _rows(cfg: RunConfig) -> tuple[int, bool]:
-    "Return the rows of the slice, and whether they are known; the data may be elsewhere."
-    try:
-        num_rows = (
-            count_rows(cfg) if cfg.dataset != BUILTIN_DATASET else None
-        )  # gathering that takes seconds
-    except (ValueError, OSError):
-        num_rows = None
-    if num_rows is not None and num_rows > cfg.start_idx:
-        return min(cfg.slice_end(num_rows), num_rows) - cfg.start_idx, True
-    return (cfg.end_idx - cfg.start_idx if cfg.end_idx else cfg.slice_size), cfg.end_idx is not None
+    hours = found.config.max_hours or session_hours() or _SESSION_HOURS
+    if found.hours and found.hours > hours:
+        said.append(
+            f"it may take up to {_hours(found.hours)}, longer than a session of "
+            f"{_hours(hours)}: it would go on in the next one"
+        )
+    if found.decided.dtype == "bf16" and not has_bf16(found.gpu.capability):
+        said.append(
+            f"a {found.gpu.name} computes bf16 by emulation, several times slower than fp16"
+        )
+    return said
 
 
-def _host(here: bool) -> tuple[float, float, str]:
-    "Return the GiB of memory and of disk, and which machine has them."
-    if not here:
-        return _KAGGLE_RAM_GIB, _KAGGLE_DISK_GIB, "on Kaggle there are"
-    folder = Path(default_run_root()).absolute()
-    while not folder.exists():
-        folder = folder.parent
+def _assumptions(found: Estimate) -> list[str]:
+    cfg, fit = found.decided, found.simulation
+    said = [
+        f"every micro-batch is as large as it can be: {cfg.batch_size} rows of "
+        f"{cfg.max_length} tokens, {fit.found['packing']}",
+        f"CUDA's context, kernels and NCCL take {fit.context / 2**20:.0f} MiB; "
+        "the caching allocator takes what it would for these requests",
+        "a rank takes 1.9 GiB of the host's memory before the model, "
+        "and rank 0 reads all of it (frozen weights in the compute dtype, else fp32)",
+    ]
+    if found.tokens_per_second:
+        known = "" if found._rows_are_known else ", if the data has as many"
+        said += [
+            "time: half of the data sheet's operations, three quarters of its bandwidth, "
+            "transfers beside them; rough, within a factor of two",
+            f"hours: {found.rows:,} rows{known}, all of max_length, "
+            f"{found.config.num_epochs} epoch(s); shorter texts take less",
+        ]
+    return said
+
+# %% ../../nbs/memory/06_api.ipynb #732241b0
+def _record(found: Estimate) -> dict[str, Any]:
+    rounded = {
+        name: {k: round(v, 3) for k, v in getattr(found, name).items()}
+        for name in ("categories", "phases", "host_gib", "disk_gib")
+    }
+    return {
+        "verdict": found.verdict,
+        "fits": found.fits,
+        "peak_gib": round(found.peak_gib, 3),
+        "limit_gib": round(found.limit_gib, 3),
+        "moment": found.moment,
+        "gpu": found.gpu.name,
+        "gpus": found.gpus,
+        **rounded,
+        "tokens_per_second": found.tokens_per_second and round(found.tokens_per_second, 1),
+        "hours": found.hours and round(found.hours, 3),
+        "settings": found.settings(),
+        "remarks": found.remarks,
+        "assumptions": found.assumptions,
+        "remedies": [
+            {
+                "changes": r.changes,
+                "peak_gib": round(r.peak / _GIB, 2),
+                "tokens_per_second": r.tokens_per_second and round(r.tokens_per_second),
+            }
+            for r in found.remedies
+        ],
+    }
+
+# %% ../../nbs/memory/06_api.ipynb #0e176af3
+def _table(found: Estimate) -> list[tuple[str, str]]:
+    "Return names and values of the lines of the table."
+    rows = [(name, f"{gib:6.2f} GiB") for name, gib in found.categories.items() if gib >= 0.005]
+    peak = f"{found.peak_gib:6.2f} GiB of {found.limit_gib:.2f}"
+    rows.append((f"peak on each GPU, at the {found.moment}", peak))
+    rows += [
+        (f"host memory at the {when}", f"{gib:6.1f} GiB") for when, gib in found.host_gib.items()
+    ]
+    disk = found.disk_gib
+    sizes = f"{disk['checkpoint']:6.2f} GiB; export {disk['export']:.2f}"
+    kept = f"with keep={found.config.keep} up to {disk['kept']:.2f}"
+    rows.append(("disk for a checkpoint", f"{sizes}; {kept}"))
+    if found.tokens_per_second:
+        speed = f"{found.tokens_per_second:,.0f} tokens/s"
+        time = f"at most {_hours(found.hours)} for {found.rows:,} rows"
+        rows.append(("speed of all GPUs, roughly", f"{speed}; {time}"))
+    return rows
+
+
+def _chosen(found: Estimate) -> str:
+    "Return the settings in a line, without the model's size."
+    sizes = ("trainable_parameters", "parameters")
+    settings = found.settings().items()
+    return ", ".join(f"{name}={value}" for name, value in settings if name not in sizes)
+
+
+def _text(found: Estimate) -> str:
+    rows = _table(found)
+    width = max(len(name) for name, _ in rows)
+    lines = [found.line, _chosen(found)]
+    lines += [f"  {name:{width}} {value}" for name, value in rows]
+    lines += [f"! {remark}" for remark in found.remarks]
+    if not found.fits:
+        guessed = "what would fit, by a guess from fewer blocks:"
+        lines.append(guessed if found.remedies else "nothing that was tried would fit")
+        lines += [f"  {remedy}" for remedy in found.remedies[:5]]
+    return "\n".join([*lines, "assumed:", *(f"  {line}" for line in found.assumptions)])
+
+# %% ../../nbs/memory/06_api.ipynb #28d13548
+_COLORS = {
+    "parameters": "#0072b2",
+    "gradients": "#56b4e9",
+    "optimizer": "#009e73",
+    "unsharded": "#f0e442",
+    "activations": "#e69f00",
+    "logits and loss": "#d55e00",
+    "temporary": "#cc79a7",
+    _CONTEXT: "#7a7a7a",
+    _SLACK: "#cfcfcf",
+}
+
+
+def _bars(found: Estimate) -> dict[str, list[float]]:
+    "Return the GiB of each category in each phase, in the order they are drawn."
+    fit, peaks = found.simulation, found.simulation.found["peaks"]
+    bars = {name: [peak["categories"].get(name, 0) / _GIB for peak in peaks] for name in _COLORS}
+    bars[_CONTEXT] = [fit.context / _GIB for _ in peaks]
+    # only the highest peak decides what the allocator reserves
+    bars[_SLACK] = [fit.slack / _GIB if p["phase"] == found.moment else 0.0 for p in peaks]
+    return bars
+
+
+def _figure(found: Estimate) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.6, 2.9), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    phases = list(found.phases)
+    ends = [0.0] * len(phases)
+    for name, sizes in _bars(found).items():
+        if max(sizes) > 0:
+            axes.barh(phases, sizes, left=ends, color=_COLORS[name], label=name, height=0.62)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    limit = found.limit_gib
+    axes.axvline(limit, color="black", linewidth=1.5)
+    over_the_line = {"fc": "white", "ec": "none", "pad": 1}
+    near = {"textcoords": "offset points", "va": "center", "fontsize": 9, "bbox": over_the_line}
+    for at, end in enumerate(ends):
+        axes.annotate(f"{end:.1f}", (end, at), (4, 0), **near)
+    axes.set_ylim(len(phases) - 0.5, -0.9)
+    label = f"{found.gpu.name}: {limit:.1f} GiB "
+    axes.annotate(label, (limit, -0.6), ha="right", fontsize=9)
+    title = f"{Path(found.config.model).name}: {found.verdict}"
+    axes.set(xlabel="GiB on each GPU", xlim=(0, 1.06 * max(*ends, limit)), title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+# %% ../../nbs/memory/06_api.ipynb #d77092b8
+_MARKS = {FITS: "✓", CLOSE: "✓", MAY_NOT: "?", DOES_NOT: "✗"}
+
+
+def _html_remedies(remedies: list[Remedy]) -> str:
+    if not remedies:
+        return "<div>Nothing that was tried would fit.</div>"
+    items = []
+    for remedy in remedies[:5]:
+        changes, _, about = str(remedy).rpartition(": ")
+        items.append(f"<li><code>cfg.replace({escape(changes)})</code>: {escape(about)}</li>")
+    said = "What would fit, by a guess from fewer blocks:"
+    return f"<div>{said}<ol>{''.join(items)}</ol></div>"
+
+
+def _html(found: Estimate) -> str:
+    line, mark = found.line, _MARKS[found.verdict]
+    table = html_table([(name, value.strip()) for name, value in _table(found)])
+    notes = "".join(f"<div>! {escape(remark)}</div>" for remark in found.remarks)
+    if not found.fits:
+        notes += _html_remedies(found.remedies)
+    assumed = "".join(f"<li>{escape(said)}</li>" for said in found.assumptions)
+    picture = base64.b64encode(png_bytes(found.plot())).decode()
     return (
-        psutil.virtual_memory().total / _GIB,
-        psutil.disk_usage(str(folder)).free / _GIB,
-        "here there are",
+        f"<div><b>{mark} {escape(line)}</b><br>{escape(_chosen(found))}</div>"
+        f'<img alt="{escape(line, quote=True)}" src="data:image/png;base64,{picture}" style="max-width:100%">'
+        f"{table}{notes}<details><summary>Assumed</summary><ul>{assumed}</ul></details>"
     )
 
 # %% ../../nbs/memory/06_api.ipynb #2f2fb760

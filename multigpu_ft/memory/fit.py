@@ -70,21 +70,89 @@ def _versions() -> list[str]:
         code.update(path.read_bytes())
     return [*found, code.hexdigest()]
 
-
+# %% ../../nbs/memory/04_fit.ipynb #a08fd43c
 def _key(request: dict[str, Any]) -> str:
     folder = Path(request["cfg"].get("model", BUILTIN_MODEL)) / "config.json"
     shape = folder.read_text() if folder.is_file() else None
-    return hashlib.sha256(
-        json.dumps([request, shape, _versions()], sort_keys=True).encode()
-    ).hexdigest()[:32]
+    text = json.dumps([request, shape, _versions()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _cache() -> Path:
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "multigpu_ft"
-        / "estimates"
-    )
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "multigpu_ft" / "estimates"
+
+
+def _from_disk(key: str) -> dict[str, Any] | None:
+    try:
+        return json.loads((_cache() / f"{key}.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _to_disk(key: str, answer: dict[str, Any]) -> None:
+    with suppress(OSError):  # a full disk, or a home that may not be written
+        _cache().mkdir(parents=True, exist_ok=True)
+        partial = _cache() / f"{key}.{os.getpid()}.partial"
+        partial.write_text(json.dumps(answer))
+        partial.replace(_cache() / f"{key}.json")
+
+# %% ../../nbs/memory/04_fit.ipynb #a8a82acb
+_OF_A_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class _Worker:
+    "A process that simulates. It is started for the first request."
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+        self._errors = tempfile.TemporaryFile("w+")
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        "Return the answer to `request`. Raises `NoEstimate` if the process ends without one."
+        process = self.process = self.process or self._start()
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self.close()
+            self._errors.seek(0)
+            said = self._errors.read().strip().splitlines()
+            raise NoEstimate(
+                f"the simulation ended without an answer: {said[-1] if said else 'no message'}"
+            )
+        return json.loads(line)
+
+    def _start(self) -> "subprocess.Popen[str]":
+        environment = {name: v for name, v in os.environ.items() if name not in _OF_A_RANK}
+        # no GPU for it: it would take memory there, and fake tensors need none
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "multigpu_ft.memory.simulation"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
 
 # %% ../../nbs/memory/04_fit.ipynb #b74c375e
 class Simulations:
@@ -96,8 +164,7 @@ class Simulations:
 
     def __init__(self) -> None:
         self.asked = 0
-        self._process: subprocess.Popen[str] | None = None
-        self._errors = tempfile.TemporaryFile("w+")
+        self._worker = _Worker()
 
     def __call__(
         self, cfg: RunConfig, gpu: GPU, gpus: int, blocks: int | None = None
@@ -113,16 +180,7 @@ class Simulations:
             "gpus": gpus,
             "blocks": blocks,
         }
-        key = _key(request)
-        answer = self._known.get(key) or self._from_disk(key)
-        if answer is None:
-            answer = self._ask(request)
-            if "error" not in answer:
-                self._to_disk(key, answer)
-        if "error" in answer:
-            kind = getattr(errors, answer["error"], NoEstimate)
-            raise kind(answer["message"])
-        self._known[key] = answer
+        answer = self._answer(request)
         scale = cfg.accum_steps / min(2, cfg.accum_steps)
         return {
             **answer,
@@ -130,67 +188,22 @@ class Simulations:
             "tokens": answer["tokens"] * scale,
         }
 
-    def _from_disk(self, key: str) -> dict[str, Any] | None:
-        try:
-            return json.loads((_cache() / f"{key}.json").read_text())
-        except (OSError, ValueError):
-            return None
-
-    def _to_disk(self, key: str, answer: dict[str, Any]) -> None:
-        with suppress(OSError):  # a full disk, or a home that may not be written
-            _cache().mkdir(parents=True, exist_ok=True)
-            partial = _cache() / f"{key}.{os.getpid()}.partial"
-            partial.write_text(json.dumps(answer))
-            partial.replace(_cache() / f"{key}.json")
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.asked += 1
-        if self._process is None:
-            # no GPU for it: it would take memory there, and fake tensors need none
-            environment = {
-                **os.environ,
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-            }
-            for name in (
-                "RANK",
-                "LOCAL_RANK",
-                "WORLD_SIZE",
-                "LOCAL_WORLD_SIZE",
-                "MASTER_ADDR",
-                "MASTER_PORT",
-            ):
-                environment.pop(name, None)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "multigpu_ft.memory.simulation"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                env=environment,
-                start_new_session=True,
-            )
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            self.close()
-            self._errors.seek(0)
-            said = self._errors.read().strip().splitlines()
-            raise NoEstimate(
-                f"the simulation ended without an answer: {said[-1] if said else 'no message'}"
-            )
-        return json.loads(line)
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        key = _key(request)
+        answer = self._known.get(key) or _from_disk(key)
+        if answer is None:
+            self.asked += 1
+            answer = self._worker.ask(request)
+            if "error" not in answer:
+                _to_disk(key, answer)
+        if "error" in answer:
+            kind = getattr(errors, answer["error"], NoEstimate)
+            raise kind(answer["message"])
+        self._known[key] = answer
+        return answer
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        self._worker.close()
 
 # %% ../../nbs/memory/04_fit.ipynb #25f531f5
 @contextmanager
@@ -243,13 +256,9 @@ class Fit:
     def verdict(self) -> str:
         if self.context + self.used > self.limit:
             return DOES_NOT
-        return (
-            MAY_NOT
-            if self.peak > self.limit
-            else CLOSE
-            if self.peak > _CLOSE * self.limit
-            else FITS
-        )
+        if self.peak > self.limit:
+            return MAY_NOT
+        return CLOSE if self.peak > _CLOSE * self.limit else FITS
 
     @property
     def fits(self) -> bool:
@@ -272,13 +281,12 @@ def _guess(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
     few = ask(cfg, gpu, gpus, _FEW)
     if few["of_blocks"] <= 2 * _MORE:
         return _whole(ask, cfg, gpu, gpus)
-    if (
-        cfg.strategy == "fsdp" and cfg.communication == "auto"
-    ):  # few blocks have room to be gathered once in a window, and all may not
+    # few blocks have room to be gathered once in a window, and all may not
+    if cfg.strategy == "fsdp" and cfg.communication == "auto":
         once = _guess(ask, cfg.replace(communication="window"), gpu, gpus)
-        return (
-            once if once.fits else _guess(ask, cfg.replace(communication="micro_batch"), gpu, gpus)
-        )
+        if once.fits:
+            return once
+        return _guess(ask, cfg.replace(communication="micro_batch"), gpu, gpus)
     more = ask(cfg, gpu, gpus, _MORE)
     left = (few["of_blocks"] - _FEW) / (_MORE - _FEW)
 

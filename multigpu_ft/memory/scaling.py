@@ -88,30 +88,19 @@ def collectives(shape: Shape, layout: str, nodes: int, gpus: int) -> list[Collec
     sums, pieces = 4.0 * shape.trainable, shape.blocks + 1
     if layout == "ddp":
         return [Collective("all-reduce", sums, pieces, 1, gpus, nodes)]
-    times, across = (
-        (1 if shape.window else shape.micro_batches),
-        (1 if layout == "hybrid_shard" else nodes),
-    )
-    found = [
-        Collective("all-gather", float(shape.width * shape.parameters), pieces, times, gpus, across)
-    ]
+    times = 1 if shape.window else shape.micro_batches
+    across = 1 if layout == "hybrid_shard" else nodes
+    whole, in_blocks = float(shape.width * shape.parameters), float(shape.width * shape.in_blocks)
+    found = [Collective("all-gather", whole, pieces, times, gpus, across)]
+    # the backward pass gathers only what is in blocks
     if layout != "shard_grad_op" and not shape.window:
-        found.append(
-            Collective(
-                "all-gather",
-                float(shape.width * shape.in_blocks),
-                shape.blocks,
-                times,
-                gpus,
-                across,
-            )
-        )
+        found.append(Collective("all-gather", in_blocks, shape.blocks, times, gpus, across))
     found.append(Collective("reduce-scatter", sums, pieces, times, gpus, across))
     if layout == "hybrid_shard" and nodes > 1:
         found.append(Collective("all-reduce", sums / gpus, pieces, 1, 1, nodes))
     return found
 
-
+# %% ../../nbs/memory/05_scaling.ipynb #23027490
 @dataclass(frozen=True)
 class Cost:
     """The cost of a step of `layout` on `nodes`.
@@ -129,10 +118,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        longer, shorter = (
-            max(self.computing, self.communicating),
-            min(self.computing, self.communicating),
-        )
+        shorter, longer = sorted((self.computing, self.communicating))
         return longer + _NOT_HIDDEN * shorter
 
     @property
@@ -145,61 +131,34 @@ class Cost:
         "The speed relative to the same number of GPUs without communication."
         return self.computing / self.seconds
 
-# %% ../../nbs/memory/05_scaling.ipynb #23027490
+
 def _state(shape: Shape, layout: str, nodes: int, gpus: int) -> float:
+    "Return the bytes of parameters, gradients and moments on a GPU."
     shards = {"ddp": 1, "hybrid_shard": gpus}.get(layout, gpus * nodes)
-    kept = (16 * shape.trainable + shape.width * (shape.parameters - shape.trainable)) / shards
-    return kept + (
-        shape.width * shape.parameters + 4 * shape.trainable
-        if shape.window and layout != "ddp"
-        else 0
-    )
+    frozen = shape.parameters - shape.trainable
+    kept = (16 * shape.trainable + shape.width * frozen) / shards
+    if shape.window and layout != "ddp":
+        kept += shape.width * shape.parameters + 4 * shape.trainable
+    return kept
 
 # %% ../../nbs/memory/05_scaling.ipynb #0d676af1
 _GIB, _WORTH = 2**30, 0.8
-_COLORS = {
-    "ddp": "#0072b2",
-    "full_shard": "#d55e00",
-    "shard_grad_op": "#cc79a7",
-    "hybrid_shard": "#009e73",
-}
 
 
+@dataclass(eq=False)
 class Communication:
     """The communication of each layout on each number of nodes, as a list of `costs`.
 
     `shape` is what it was computed from. A notebook shows it as a table and a picture."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        shape: Shape,
-        gpu: GPU,
-        gpus: int,
-        link: float,
-        network: float,
-        mfu: float,
-        costs: list[Cost],
-    ) -> None:
-        (
-            self.config,
-            self.shape,
-            self.gpu,
-            self.gpus,
-            self.link,
-            self.network,
-            self.mfu,
-            self.costs,
-        ) = (
-            config,
-            shape,
-            gpu,
-            gpus,
-            link,
-            network,
-            mfu,
-            costs,
-        )
+    config: RunConfig
+    shape: Shape
+    gpu: GPU
+    gpus: int
+    link: float
+    network: float
+    mfu: float
+    costs: list[Cost]
 
     def of(self, layout: str) -> list[Cost]:
         return [cost for cost in self.costs if cost.layout == layout]
@@ -232,161 +191,193 @@ class Communication:
     @property
     def lines(self) -> list[str]:
         "Return the conclusions, in sentences."
-        most, said = max(cost.nodes for cost in self.costs), []
-        for layout in dict.fromkeys(cost.layout for cost in self.costs):
-            upto = self.pays_up_to(layout)
-            some = "on 1 node only" if upto == 1 else f"up to {upto} nodes"
-            where = (
-                "on no number of nodes"
-                if upto is None
-                else some
-                if upto < most
-                else f"on all of them, up to {most} nodes"
-            )
-            room = [cost.nodes for cost in self.of(layout) if self.fits(cost)]
-            least = (
-                ""
-                if room and room[0] == self.of(layout)[0].nodes
-                else f"; has room from {room[0]} nodes on"
-                if room
-                else "; has room on none of them"
-            )
-            said.append(f"{layout}: {_WORTH:.0%} of the GPUs' speed or more {where}{least}")
-        names = {cost.layout for cost in self.costs}
-        if {"hybrid_shard", "full_shard"} <= names:
-            first = self.crossing()
-            said.append(
-                f"hybrid_shard is faster than full_shard from {first} nodes on"
-                if first
-                else "hybrid_shard is nowhere faster than full_shard"
-            )
-        return said
+        return _lines(self)
 
     @property
     def assumptions(self) -> str:
-        how = (
-            "once a step"
-            if self.shape.window or self.shape.micro_batches == 1
-            else f"for each of {self.shape.micro_batches} micro-batches"
-        )
-        return (
-            f"{self.shape.parameters / 1e9:.2f} billion parameters, "
-            f"{self.shape.trainable / 1e9:.2f} trained, gathered {how} in {self.shape.width} "
-            "bytes, "
-            f"gradients in 4; {self.shape.tokens:,} tokens a GPU and step at {self.mfu:.0%} of "
-            f"{self.gpu.name}'s {self.gpu.flops / 1e12:,.0f} TFLOPS; "
-            f"{self.gpus} GPUs a node, {self.link / 1e9:g} GB/s inside, "
-            f"{self.network * 8 / 1e9:g} Gb/s a GPU between nodes"
-        )
+        return _assumptions(self)
 
     def table(self) -> list[dict[str, Any]]:
         "Return a row for each layout and number of nodes."
-        return [
-            {
-                "layout": c.layout,
-                "nodes": c.nodes,
-                "GB inside": round(c.inside / 1e9, 2),
-                "GB between": round(c.between / 1e9, 2),
-                "ms communicating": round(1e3 * c.communicating, 1),
-                "ms computing": round(1e3 * c.computing, 1),
-                "not hidden": round(c.exposed, 3),
-                "efficiency": round(c.efficiency, 3),
-                "state GiB": round(c.state / _GIB, 1),
-                "has room": self.fits(c),
-            }
-            for c in self.costs
-        ]
+        return [_row(cost, self.fits(cost)) for cost in self.costs]
 
     def __str__(self) -> str:
-        rows = self.table()
-        lines = [" ".join(f"{name:>16}" for name in rows[0])]
-        lines += [" ".join(f"{value!s:>16}" for value in row.values()) for row in rows]
-        return "\n".join(
-            [f"{Path(self.config.model).name}: {self.assumptions}", *self.lines, *lines]
-        )
+        return _text(self)
 
     def __repr__(self) -> str:
-        return f"Communication({Path(self.config.model).name}: {'; '.join(self.lines)})"
+        return f"Communication({_name(self)}: {'; '.join(self.lines)})"
 
     def _repr_html_(self) -> str:
-        rows = self.table()
-        table = html_table([list(row.values()) for row in rows], list(rows[0]), align="right")
-        picture = base64.b64encode(png_bytes(self.plot())).decode()
-        said = "".join(f"<li>{escape(line)}</li>" for line in self.lines)
-        return (
-            f"<div><b>{escape(Path(self.config.model).name)}</b>: {escape(self.assumptions)}</div><ul>{said}</ul>"
-            f'<img alt="{escape("; ".join(self.lines), quote=True)}" '
-            f'src="data:image/png;base64,{picture}" style="max-width:100%">'
-            f"<details><summary>Table</summary>{table}</details>"
-        )
+        return _html(self)
 
     def plot(self) -> Any:
         """Return a matplotlib `Figure` of exposed communication and bytes sent, over the nodes.
 
         Points are hollow where the state doesn't fit."""
-        from matplotlib.figure import Figure
+        return _figure(self)
 
-        figure = Figure(figsize=(8.6, 3.3), dpi=110, layout="constrained")
-        share, sent = figure.subplots(1, 2)
-        for layout in dict.fromkeys(cost.layout for cost in self.costs):
-            costs = self.of(layout)
-            self._draw(share, costs, [100 * cost.exposed for cost in costs], label=layout)
-            self._draw(sent, costs, [cost.inside / 1e9 for cost in costs])
-            between = [cost.between / 1e9 or math.nan for cost in costs]
-            self._draw(sent, costs, between, ":")
-        self._label(share, sent)
-        name, speed = Path(self.config.model).name, f"{self.network * 8 / 1e9:g} Gb/s"
-        figure.suptitle(f"{name}: {speed} a GPU between nodes", fontsize=10)
-        handles = share.get_legend_handles_labels()
-        figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=9)
-        return figure
+# %% ../../nbs/memory/05_scaling.ipynb #fb591e06
+def _name(paper: Communication) -> str:
+    return Path(paper.config.model).name
 
-    def _draw(
-        self,
-        axes: Any,
-        costs: list[Cost],
-        values: list[float],
-        style: str = "-",
-        label: str | None = None,
-    ) -> None:
-        "Draw a line over the nodes, hollow where the state doesn't fit."
-        nodes, color = [cost.nodes for cost in costs], _COLORS[costs[0].layout]
-        axes.plot(nodes, values, style, color=color, linewidth=1.6, label=label)
-        for x, y, cost in zip(nodes, values, costs, strict=True):
-            fill = color if self.fits(cost) else "white"
-            axes.plot([x], [y], "o", color=color, markersize=5, markerfacecolor=fill)
 
-    def _label(self, share: Any, sent: Any) -> None:
-        share.axhline(100 * (1 - _WORTH), color="#7a7a7a", linewidth=1, linestyle="--")
-        share.annotate(
-            f"{_WORTH:.0%} efficiency",
-            (1, 100 * (1 - _WORTH)),
-            (0, 3),
-            textcoords="offset points",
-            fontsize=8,
-            color="#555555",
+def _layouts(paper: Communication) -> list[str]:
+    return list(dict.fromkeys(cost.layout for cost in paper.costs))
+
+
+def _pays_off(paper: Communication, layout: str) -> str:
+    "Say on how many nodes `layout` pays off."
+    upto, most = paper.pays_up_to(layout), max(cost.nodes for cost in paper.costs)
+    if upto is None:
+        return "on no number of nodes"
+    if upto >= most:
+        return f"on all of them, up to {most} nodes"
+    return "on 1 node only" if upto == 1 else f"up to {upto} nodes"
+
+
+def _has_room(paper: Communication, layout: str) -> str:
+    "Say where the state of `layout` fits, if not everywhere."
+    costs = paper.of(layout)
+    room = [cost.nodes for cost in costs if paper.fits(cost)]
+    if not room:
+        return "; has room on none of them"
+    return "" if room[0] == costs[0].nodes else f"; has room from {room[0]} nodes on"
+
+
+def _lines(paper: Communication) -> list[str]:
+    layouts = _layouts(paper)
+    worth = f"{_WORTH:.0%} of the GPUs' speed or more"
+    said = [f"{one}: {worth} {_pays_off(paper, one)}{_has_room(paper, one)}" for one in layouts]
+    if {"hybrid_shard", "full_shard"} <= set(layouts):
+        first = paper.crossing()
+        said.append(
+            f"hybrid_shard is faster than full_shard from {first} nodes on"
+            if first
+            else "hybrid_shard is nowhere faster than full_shard"
         )
-        share.set(
-            ylabel="% of a step, not hidden",
-            ylim=(0, max(30, 104 * max(cost.exposed for cost in self.costs))),
-        )
-        sent.set_ylabel("GB a GPU sends in a step")
-        sent.set_yscale("log", base=2)
-        sent.yaxis.set_major_formatter("{x:g}")
-        sent.annotate(
-            "solid: inside a node   dotted: between nodes",
-            (0.02, 1.01),
-            xycoords="axes fraction",
-            fontsize=8,
-            color="#555555",
-        )
-        for axes in (share, sent):
-            axes.set_xscale("log", base=2)
-            ticks = sorted({cost.nodes for cost in self.costs})
-            axes.set_xticks(ticks, [str(tick) for tick in ticks])
-            axes.set_xlabel(f"nodes of {self.gpus} x {self.gpu.name}")
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(labelsize=9)
+    return said
+
+
+def _assumptions(paper: Communication) -> str:
+    shape, gpu = paper.shape, paper.gpu
+    how = f"for each of {shape.micro_batches} micro-batches"
+    if shape.window or shape.micro_batches == 1:
+        how = "once a step"
+    return (
+        f"{shape.parameters / 1e9:.2f} billion parameters, "
+        f"{shape.trainable / 1e9:.2f} trained, gathered {how} in {shape.width} bytes, "
+        f"gradients in 4; {shape.tokens:,} tokens a GPU and step at {paper.mfu:.0%} of "
+        f"{gpu.name}'s {gpu.flops / 1e12:,.0f} TFLOPS; "
+        f"{paper.gpus} GPUs a node, {paper.link / 1e9:g} GB/s inside, "
+        f"{paper.network * 8 / 1e9:g} Gb/s a GPU between nodes"
+    )
+
+# %% ../../nbs/memory/05_scaling.ipynb #f73e140e
+_COLORS = {
+    "ddp": "#0072b2",
+    "full_shard": "#d55e00",
+    "shard_grad_op": "#cc79a7",
+    "hybrid_shard": "#009e73",
+}
+
+
+def _figure(paper: Communication) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.6, 3.3), dpi=110, layout="constrained")
+    share, sent = figure.subplots(1, 2)
+    for layout in _layouts(paper):
+        costs = paper.of(layout)
+        fits = [paper.fits(cost) for cost in costs]
+        _draw(share, costs, fits, [100 * cost.exposed for cost in costs], label=layout)
+        _draw(sent, costs, fits, [cost.inside / 1e9 for cost in costs])
+        _draw(sent, costs, fits, [cost.between / 1e9 or math.nan for cost in costs], ":")
+    _label_share(share, max(cost.exposed for cost in paper.costs))
+    _label_sent(sent)
+    for axes in (share, sent):
+        _label_nodes(axes, paper)
+    speed = f"{paper.network * 8 / 1e9:g} Gb/s"
+    figure.suptitle(f"{_name(paper)}: {speed} a GPU between nodes", fontsize=10)
+    handles = share.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def _draw(
+    axes: Any,
+    costs: list[Cost],
+    fits: list[bool],
+    values: list[float],
+    style: str = "-",
+    label: str | None = None,
+) -> None:
+    "Draw a line over the nodes, hollow where the state doesn't fit."
+    nodes, color = [cost.nodes for cost in costs], _COLORS[costs[0].layout]
+    axes.plot(nodes, values, style, color=color, linewidth=1.6, label=label)
+    for x, y, is_full in zip(nodes, values, fits, strict=True):
+        fill = color if is_full else "white"
+        axes.plot([x], [y], "o", color=color, markersize=5, markerfacecolor=fill)
+
+# %% ../../nbs/memory/05_scaling.ipynb #d2656914
+def _label_share(axes: Any, most: float) -> None:
+    limit = 100 * (1 - _WORTH)
+    small = {"textcoords": "offset points", "fontsize": 8, "color": "#555555"}
+    axes.axhline(limit, color="#7a7a7a", linewidth=1, linestyle="--")
+    axes.annotate(f"{_WORTH:.0%} efficiency", (1, limit), (0, 3), **small)
+    axes.set(ylabel="% of a step, not hidden", ylim=(0, max(30, 104 * most)))
+
+
+def _label_sent(axes: Any) -> None:
+    key = "solid: inside a node   dotted: between nodes"
+    small = {"xycoords": "axes fraction", "fontsize": 8, "color": "#555555"}
+    axes.set_ylabel("GB a GPU sends in a step")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.annotate(key, (0.02, 1.01), **small)
+
+
+def _label_nodes(axes: Any, paper: Communication) -> None:
+    ticks = sorted({cost.nodes for cost in paper.costs})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xlabel(f"nodes of {paper.gpus} x {paper.gpu.name}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+
+# %% ../../nbs/memory/05_scaling.ipynb #74522a84
+def _row(cost: Cost, fits: bool) -> dict[str, Any]:
+    return {
+        "layout": cost.layout,
+        "nodes": cost.nodes,
+        "GB inside": round(cost.inside / 1e9, 2),
+        "GB between": round(cost.between / 1e9, 2),
+        "ms communicating": round(1e3 * cost.communicating, 1),
+        "ms computing": round(1e3 * cost.computing, 1),
+        "not hidden": round(cost.exposed, 3),
+        "efficiency": round(cost.efficiency, 3),
+        "state GiB": round(cost.state / _GIB, 1),
+        "has room": fits,
+    }
+
+
+def _text(paper: Communication) -> str:
+    rows = paper.table()
+    lines = [" ".join(f"{name:>16}" for name in rows[0])]
+    lines += [" ".join(f"{value!s:>16}" for value in row.values()) for row in rows]
+    return "\n".join([f"{_name(paper)}: {paper.assumptions}", *paper.lines, *lines])
+
+
+def _html(paper: Communication) -> str:
+    rows, lines = paper.table(), paper.lines
+    table = html_table([list(row.values()) for row in rows], list(rows[0]), align="right")
+    picture = base64.b64encode(png_bytes(paper.plot())).decode()
+    said = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return (
+        f"<div><b>{escape(_name(paper))}</b>: {escape(paper.assumptions)}</div><ul>{said}</ul>"
+        f'<img alt="{escape("; ".join(lines), quote=True)}" '
+        f'src="data:image/png;base64,{picture}" style="max-width:100%">'
+        f"<details><summary>Table</summary>{table}</details>"
+    )
 
 # %% ../../nbs/memory/05_scaling.ipynb #da5b38ec
 def communication(

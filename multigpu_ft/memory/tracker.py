@@ -9,7 +9,7 @@ __all__ = ['CATEGORIES', 'MemoryTracker', 'Peak', 'read_peaks', 'CachingAllocato
 import weakref
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,26 +27,7 @@ CATEGORIES = (
     "logits and loss",
     "temporary",
 )
-_COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
-_DEVICE = torch.ops.prim.device.default
-
-
-def _packed_weight(args: tuple[Any, ...]) -> int:
-    rows, columns = args[2]
-    return rows * columns * args[0].element_size()
-
-
-_INSIDE: dict[
-    str, Callable[[tuple[Any, ...]], int]
-] = {  # bytes that an operation takes inside, for its own duration
-    "bitsandbytes::gemm_4bit": _packed_weight,  # the weight in the compute dtype, if there are more than a few rows
-    "bitsandbytes::int8_mixed_scaled_mm": lambda args: (
-        4 * args[1].numel() // args[1].shape[-1] * args[2].shape[0]
-    ),  # int32 sums
-    "bitsandbytes::int8_scaled_mm": lambda args: (
-        4 * args[0].numel() // args[0].shape[-1] * args[1].shape[0]
-    ),
-}
+_Reference = weakref.ref[torch.UntypedStorage]
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -57,12 +38,182 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+def _storages_of(tree: Any) -> Iterator[torch.UntypedStorage]:
+    "Yield the storages of the tensors in arguments or results of an operation."
+    for leaf in (tree,) if isinstance(tree, torch.Tensor) else tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and (storage := _storage_of(leaf)) is not None:
+            yield storage
+
+
 def _size(storage: torch.UntypedStorage) -> int:
     size = storage.nbytes()
-    return size if isinstance(size, int) else 0  # as many as the data will have; there is no data
+    # a symbol stands for as many bytes as the data will have; there is no data
+    return size if isinstance(size, int) else 0
+
+
+def _packed_weight(args: tuple[Any, ...]) -> int:
+    "Return the bytes of the whole weight, which is unpacked if there are more than a few rows."
+    rows, columns = args[2]
+    return rows * columns * args[0].element_size()
+
+
+# bytes that an operation takes inside: a weight in the compute dtype, or sums in int32
+_INSIDE: dict[str, Callable[[tuple[Any, ...]], int]] = {
+    "bitsandbytes::gemm_4bit": _packed_weight,
+    "bitsandbytes::int8_mixed_scaled_mm": lambda args: (
+        4 * args[1].numel() // args[1].shape[-1] * args[2].shape[0]
+    ),
+    "bitsandbytes::int8_scaled_mm": lambda args: (
+        4 * args[0].numel() // args[0].shape[-1] * args[1].shape[0]
+    ),
+}
+
+# %% ../../nbs/memory/01_tracker.ipynb #4d45adf0
+class _Storages:
+    "An account of what storages take over time, by number. New ones have the category `now`."
+
+    def __init__(self) -> None:
+        self.now, self.bytes = "temporary", 0
+        # storage, bytes more or fewer
+        self.events: list[tuple[int, int]] = []
+        # first event, name
+        self.phases: list[tuple[int, str]] = []
+        self.category: dict[int, str] = {}
+        # what collectives read and write; FSDP makes those on streams of their own
+        self.sent: set[int] = set()
+        self._sizes: dict[int, int] = {}
+        self._known: MutableMapping[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._watched: list[_Reference] = []
+        # what one operation filled, by its first storage
+        self._filled: dict[int, list[tuple[int, _Reference]]] = {}
+
+    def begin(self, phase: str) -> None:
+        self.look_again()
+        self.phases.append((len(self.events), phase))
+
+    def claim(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        "Set the category of the storages of `tensors`, also of older ones."
+        for storage in _storages_of(list(tensors)):
+            self.category[self.meet(storage)] = category
+
+    def meet(self, storage: torch.UntypedStorage) -> int:
+        "Return the number of `storage`. A new one counts until it is freed."
+        number = self._known.get(storage)
+        if number is None:
+            number = self._known[storage] = len(self.category)
+            self.category[number] = self.now
+            self.resize(number, _size(storage))
+            self._watched.append(weakref.ref(storage, lambda _: self.resize(number, 0)))
+        return number
+
+    def resize(self, number: int, size: int) -> None:
+        change = size - self._sizes.get(number, 0)
+        if change:
+            self._sizes[number] = size
+            self.events.append((number, change))
+            self.bytes += change
+
+    def pass_through(self, size: int) -> None:
+        "Record bytes that are taken and returned at once."
+        number = len(self.category)
+        self.category[number] = "temporary"
+        self.resize(number, size)
+        self.resize(number, 0)
+
+    def refill(self, storage: torch.UntypedStorage, category: str) -> int:
+        "Return the number of `storage`, which may have been empty, for the use that `category` names."
+        number = self.meet(storage)
+        self.resize(number, _size(storage))
+        if self.category[number] in ("temporary", "activations"):
+            self.category[number] = category
+        return number
+
+    def unpack(self, tensors: list[torch.Tensor]) -> None:
+        "Record whole parameters that a copy fills. Their sizes are checked until they are empty."
+        storages = list(_storages_of(tensors))
+        numbers = [self.refill(storage, "unsharded") for storage in storages]
+        if numbers:
+            self._filled[numbers[0]] = list(zip(numbers, map(weakref.ref, storages), strict=True))
+
+    def look_again(self) -> None:
+        "Record storages that were resized."
+        for first, storages in list(self._filled.items()):
+            storage = storages[0][1]()
+            # FSDP resizes all that it filled at once or none: one of them speaks for the others
+            if storage is not None and storage.nbytes() == self._sizes[first]:
+                continue
+            for number, reference in storages:
+                storage = reference()
+                self.resize(number, 0 if storage is None else storage.nbytes())
+            if not self._sizes[first]:
+                del self._filled[first]
+
+# %% ../../nbs/memory/01_tracker.ipynb #12ca1d19
+_COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
+_DEVICE = torch.ops.prim.device.default
+
+
+class _Operations(TorchDispatchMode):
+    "Enters the storages of all operations into an account. `MemoryTracker` explains the settings."
+
+    def __init__(
+        self,
+        account: _Storages,
+        on_operation: Callable[..., None] | None,
+        short_masks: bool,
+        reduced: str,
+    ) -> None:
+        super().__init__()
+        self._account, self._on_operation = account, on_operation
+        self._short_masks, self._reduced = short_masks, reduced
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to say so takes time in each operation
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE:  # half of all calls
+            return getattr(args[0], "fake_device", None) or func(*args)
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        self._account.look_again()
+        name = func.name()
+        inside = _INSIDE.get(name.partition(".")[0])
+        if inside:
+            self._account.pass_through(inside(args))
+        result = func(*args, **kwargs)
+        if "split_with_sizes_copy" in name:
+            self._account.unpack(kwargs["out"])
+        elif func.namespace in _COLLECTIVES:
+            self._communicate(func, (args, kwargs))
+        if func.is_view:
+            return result
+        for storage in _storages_of(result):
+            self._account.meet(storage)
+        if self._short_masks and name.startswith("aten::bernoulli_"):
+            number = self._account.meet(_storage_of(result))
+            self._account.resize(number, result.numel())
+        if self._on_operation:
+            self._on_operation(func, args, kwargs, result)
+        return result
+
+    def _communicate(self, func: Any, buffers: Any) -> None:
+        "Record the buffers that a collective reads or fills."
+        category = "unsharded" if "gather" in func.name() else self._reduced
+        for storage in _storages_of(buffers):
+            number = self._account.refill(storage, category)
+            if "c10d" in func.namespace:
+                self._account.sent.add(number)
 
 # %% ../../nbs/memory/01_tracker.ipynb #77819e43
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(_Storages):
     """Records each storage that is allocated or freed while it is active.
 
     New storages have the category `now`, in the phase that `begin` named last; buffers of
@@ -77,126 +228,14 @@ class MemoryTracker(TorchDispatchMode):
         reduced: str = "unsharded",
     ) -> None:
         super().__init__()
-        self._reduced = reduced
-        self.sent: set[int] = (
-            set()
-        )  # storages that collectives read and write; FSDP makes those on streams of their own
-        self.now, self._short_masks = "temporary", short_masks
-        self.events: list[tuple[int, int]] = []  # storage, bytes more or fewer
-        self.phases: list[tuple[int, str]] = []  # first event, name
-        self.category: dict[int, str] = {}  # by storage
-        self.bytes = 0
-        self._on_operation = on_operation
-        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._sizes: dict[int, int] = {}  # of those that are there
-        self._resizable: dict[
-            int, list[tuple[int, weakref.ref[torch.UntypedStorage]]]
-        ] = {}  # what one operation filled, by its first storage
-        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        self._operations = _Operations(self, on_operation, short_masks, reduced)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to say so takes time in each operation
+    def __enter__(self) -> "MemoryTracker":
+        self._operations.__enter__()
+        return self
 
-    def begin(self, phase: str) -> None:
-        self.look_again()
-        self.phases.append((len(self.events), phase))
-
-    def claim(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        "Set the category of the storages of `tensors`, also of older ones."
-        for tensor in tensors:
-            storage = _storage_of(tensor)
-            if storage is not None:
-                self.category[self._meet(storage)] = category
-
-    def look_again(self) -> None:
-        "Record storages that were resized."
-        for first, storages in list(self._resizable.items()):
-            storage = storages[0][1]()
-            if storage is not None and storage.nbytes() == self._sizes[first]:
-                continue  # FSDP resizes all that it filled at once or none: one of them speaks for the others
-            for number, reference in storages:
-                storage = reference()
-                self._resize(number, 0 if storage is None else storage.nbytes())
-            if not self._sizes[first]:
-                del self._resizable[first]
-
-    def _resize(self, number: int, size: int) -> None:
-        change = size - self._sizes.get(number, 0)
-        if change:
-            self._sizes[number] = size
-            self._note(number, change)
-
-    def _note(self, number: int, change: int) -> None:
-        self.events.append((number, change))
-        self.bytes += change
-
-    def _meet(self, storage: torch.UntypedStorage) -> int:
-        number = self._known.get(storage)
-        if number is None:
-            number = self._known[storage] = len(self.category)
-            self.category[number] = self.now
-            self._resize(number, _size(storage))
-            self._watched.append(
-                weakref.ref(storage, lambda _, number=number: self._resize(number, 0))
-            )
-        return number
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is _DEVICE:  # half of all calls
-            return getattr(args[0], "fake_device", None) or func(*args)
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        self.look_again()
-        name = func.name()
-        inside = _INSIDE.get(name.partition(".")[0])
-        if inside:
-            self._pass_through(inside(args))
-        result = func(*args, **kwargs)
-        filled = "split_with_sizes_copy" in name
-        if filled or func.namespace in _COLLECTIVES:
-            storages = []
-            for tensor in tree_leaves(kwargs["out"] if filled else (args, kwargs)):
-                if (
-                    isinstance(tensor, torch.Tensor)
-                    and (storage := _storage_of(tensor)) is not None
-                ):
-                    number = self._meet(storage)
-                    storages.append((number, weakref.ref(storage)))
-                    self._resize(number, _size(storage))
-                    if self.category[number] in ("temporary", "activations"):
-                        self.category[number] = (
-                            "unsharded" if filled or "gather" in name else self._reduced
-                        )
-                    if "c10d" in func.namespace:
-                        self.sent.add(number)
-            if filled and storages:
-                self._resizable[storages[0][0]] = storages
-        if func.is_view:
-            return result
-        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := _storage_of(tensor)) is not None:
-                self._meet(storage)
-        if self._short_masks and name.startswith("aten::bernoulli_"):
-            self._resize(self._meet(_storage_of(result)), result.numel())
-        if self._on_operation:
-            self._on_operation(func, args, kwargs, result)
-        return result
-
-    def _pass_through(self, size: int) -> None:
-        number = len(self.category)
-        self.category[number] = "temporary"
-        self._note(number, size)
-        self._note(number, -size)
+    def __exit__(self, *error: Any) -> None:
+        self._operations.__exit__(*error)
 
 # %% ../../nbs/memory/01_tracker.ipynb #0dd0d063
 _BLOCK = 512
@@ -239,13 +278,17 @@ def read_peaks(tracker: MemoryTracker) -> list[Peak]:
 
 # %% ../../nbs/memory/01_tracker.ipynb #34352728
 _MIB = 2**20
-_SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _MIN_LARGE, _ROUND_LARGE = (
-    _MIB,
-    2 * _MIB,
-    20 * _MIB,
-    10 * _MIB,
-    2 * _MIB,
-)
+_SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB
+_LARGE_SEGMENT, _MIN_LARGE, _ROUND_LARGE = 20 * _MIB, 10 * _MIB, 2 * _MIB
+
+
+def _segment(size: int) -> int:
+    "Return the size of a new segment for a request of `size` bytes."
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    if size < _MIN_LARGE:
+        return _LARGE_SEGMENT
+    return -(-size // _ROUND_LARGE) * _ROUND_LARGE
 
 
 @dataclass(eq=False)
@@ -267,9 +310,8 @@ class CachingAllocator:
     def __init__(self, limit: float = float("inf")) -> None:
         self.reserved = self.peak = 0
         self._limit = limit
-        self._free: dict[tuple[str, bool], list[tuple[int, int, _Piece]]] = defaultdict(
-            list
-        )  # by stream and kind of segment, sorted by size
+        # by stream and kind of segment, sorted by size
+        self._free: dict[tuple[str, bool], list[tuple[int, int, _Piece]]] = defaultdict(list)
         self._count = 0
 
     def take(self, size: int, stream: str = "compute") -> _Piece:
@@ -280,13 +322,7 @@ class CachingAllocator:
         if at < len(pool):
             piece = pool.pop(at)[2]
         else:
-            segment = (
-                _SMALL_SEGMENT
-                if small
-                else _LARGE_SEGMENT
-                if size < _MIN_LARGE
-                else -(-size // _ROUND_LARGE) * _ROUND_LARGE
-            )
+            segment = _segment(size)
             if self.reserved + segment > self._limit:
                 self._release()
             piece = _Piece(segment, (stream, small))

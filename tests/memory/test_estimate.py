@@ -35,7 +35,7 @@ T4 = find_gpu("T4")
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
-    "Of this file alone, so that nothing is known from elsewhere."
+    "Give this file a cache of its own, so that no answer comes from elsewhere."
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     yield
@@ -55,7 +55,7 @@ def ask():
 
 @pytest.fixture(scope="module")
 def little(tmp_path_factory):
-    "OPT's vocabulary on two narrow blocks: half a GiB of weights, gradients and moments."
+    "Return OPT's vocabulary on two narrow blocks: half a GiB of weights, gradients and moments."
     folder = tmp_path_factory.mktemp("little")
     (folder / "config.json").write_text(
         json.dumps(
@@ -82,7 +82,7 @@ def little(tmp_path_factory):
 
 @pytest.fixture
 def two_t4(tmp_path, monkeypatch):
-    "A machine whose nvidia-smi tells of two T4s."
+    "Make nvidia-smi report two T4s."
     script = tmp_path / "bin" / "nvidia-smi"
     script.parent.mkdir()
     script.write_text(
@@ -93,10 +93,10 @@ def two_t4(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-# -- what it says ---------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_opt_13b_on_two_t4_is_what_the_hand_computes(opt):
+def test_opt_13b_on_two_t4_matches_a_calculation_by_hand(opt):
     half = 1_315_758_080 / 2 * 4 / 2**30  # GiB of fp32 on each of two
     assert opt.categories["parameters"] == pytest.approx(half, abs=0.01) and opt.categories[
         "optimizer"
@@ -119,7 +119,7 @@ def test_opt_13b_on_two_t4_is_what_the_hand_computes(opt):
     )
 
 
-def test_it_shows_in_a_notebook_and_as_text(opt):
+def test_an_estimate_shows_in_a_notebook_and_as_text(opt):
     html, text = opt._repr_html_(), str(opt)
     assert "data:image/png;base64," in html and "CUDA context" in html and "<table" in html
     for words in ("14.75", "optimizer", "checkpoint", "assumed:", "tokens/s", "peak on each GPU"):
@@ -130,7 +130,7 @@ def test_it_shows_in_a_notebook_and_as_text(opt):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_told_with_what_would(little):
+def test_an_estimate_that_does_not_fit_names_changes_that_do(little):
     found = estimate(little, gpus=2, gpu_memory_gib=1.2)
     assert found.verdict == "does not fit" and not found.fits and found.remedies
     fitting = found.fit()
@@ -156,7 +156,7 @@ def test_changes_are_offered_in_the_order_of_speed(ask, little):
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_that_is_said(little):
+def test_an_estimate_says_if_nothing_fits(little):
     found = estimate(
         little.replace(
             tuning="qlora", batch_size=1, strategy="fsdp", activation_checkpointing="full"
@@ -184,7 +184,7 @@ def test_where_nothing_fits_that_is_said(little):
         {"tuning": "lora", "quantization": "none"},
     ],
 )
-def test_a_guess_from_few_blocks_is_near(ask, changes):
+def test_a_guess_from_few_blocks_is_close(ask, changes):
     cfg = RunConfig(**{**OPT, "model": "facebook/opt-125m", "strategy": "ddp", **changes})
     assert _guess(ask, cfg, T4, 2).used == pytest.approx(ask_all(ask, cfg), rel=0.02)
 
@@ -193,7 +193,7 @@ def ask_all(ask, cfg):
     return max(peak["bytes"] for peak in ask(cfg, T4, 2)["peaks"])
 
 
-def test_hybrid_sharding_takes_what_sharding_over_one_node_takes(ask, little):
+def test_hybrid_sharding_takes_as_much_as_sharding_over_one_node(ask, little):
     full = little.replace(strategy="fsdp")
     hybrid = full.replace(sharding="hybrid_shard", nnodes=2)
 
@@ -201,7 +201,7 @@ def test_hybrid_sharding_takes_what_sharding_over_one_node_takes(ask, little):
         return next(p for p in ask(cfg, T4, gpus)["peaks"] if p["phase"] == "save")["categories"]
 
     assert kept(hybrid, 4) == kept(full, 2)
-    # but for what does not divide by four
+    # some sizes do not divide by four
     assert kept(full.replace(nnodes=2), 4)["optimizer"] == pytest.approx(
         kept(full, 2)["optimizer"] / 2, rel=0.02
     )
@@ -209,8 +209,8 @@ def test_hybrid_sharding_takes_what_sharding_over_one_node_takes(ask, little):
         estimate(hybrid, gpus=3, gpu_memory_gib="T4")
 
 
-def test_auto_is_ddp_where_it_fits(ask, little):
-    "Everything on each GPU, or half of it."
+def test_auto_is_ddp_if_it_fits(ask, little):
+    "Each GPU has everything, or half of it."
     auto = little.replace(strategy="auto")
     assert (
         decide(ask, auto, T4, 2).cfg.strategy == "ddp"
@@ -231,7 +231,7 @@ def test_auto_recomputes_as_few_blocks_as_fit(ask):
     assert decide(ask, cfg, GPU("full", full.peak / 2**20, (7, 5)), 2).found["every"] == 1
 
 
-def test_bf16_is_not_for_a_t4(ask, little):
+def test_a_t4_does_not_use_bf16(ask, little):
     auto = little.replace(dtype="auto")
     assert (
         decide(ask, auto, T4, 2).cfg.dtype == "fp16"
@@ -269,7 +269,7 @@ def test_bf16_is_not_for_a_t4(ask, little):
         ),
     ],
 )
-def test_what_cannot_be_is_told(kind, gpus, memory, settings, words, monkeypatch):
+def test_impossible_requests_raise(kind, gpus, memory, settings, words, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(kind, match=words):
         estimate(RunConfig(**{"max_length": 64, **settings}), gpus=gpus, gpu_memory_gib=memory)
@@ -277,7 +277,7 @@ def test_what_cannot_be_is_told(kind, gpus, memory, settings, words, monkeypatch
 
 @pytest.mark.slow
 def test_a_model_in_a_folder_without_weights(tmp_path):
-    "`config.json` is all it takes."
+    "Only `config.json` is needed."
     cfg = RunConfig(
         model=str(tmp_path),
         tuning="qlora",
@@ -296,11 +296,11 @@ def test_a_model_in_a_folder_without_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_answer_is_kept_and_a_process_is_not(monkeypatch):
+def test_answers_outlive_the_process(monkeypatch):
     cfg, t4 = RunConfig(strategy="ddp", **SMALL), find_gpu("T4")
     with simulations() as ask:
         first = ask(cfg, t4, 2)
-        process = ask._process
+        process = ask._worker.process
         assert ask.asked in (0, 1)
     assert process is None or process.poll() is not None
     monkeypatch.setattr(Simulations, "_known", {})
@@ -309,8 +309,8 @@ def test_an_answer_is_kept_and_a_process_is_not(monkeypatch):
     with simulations() as ask:
         with pytest.raises(NoEstimate, match="without an answer"):
             ask(cfg.replace(max_length=65), t4, 2)  # starts it
-            ask._process.kill()
-            ask._process.wait()
+            ask._worker.process.kill()
+            ask._worker.process.wait()
             ask(cfg.replace(max_length=66), t4, 2)
 
 
@@ -323,18 +323,18 @@ def test_the_kernel_side_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# -- near to what happens -------------------------------------------------------------------------------------------
+# -- compared with real runs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora, fsdp", "qlora"])
-def test_it_is_near_to_a_real_run(name, tmp_path):
-    "Bytes of torch's CPU allocator in 2 real ranks. bench/memory.py does this for 21 configurations."
+def test_an_estimate_is_close_to_a_real_run(name, tmp_path):
+    "Compare with the bytes of torch's CPU allocator in 2 real ranks. bench/memory.py has 21 configurations."
     predicted, measured, _ = bench.compare(name)
     assert predicted == pytest.approx(measured, rel=0.03)
 
 
-# -- who asks it ----------------------------------------------------------------------------------------------------
+# -- callers -------------------------------------------------------------------------------------------------------
 
 
 def test_command_line(monkeypatch):
@@ -371,7 +371,7 @@ def test_command_line(monkeypatch):
         assert done.returncode == 1 and "ConfigError" in done.stderr and words in done.stderr
 
 
-def test_launch_refuses_what_cannot_fit(two_t4, tmp_path, little):
+def test_launch_refuses_a_run_that_cannot_fit(two_t4, tmp_path, little):
     cfg = little.replace(batch_size=2048, run_root=str(tmp_path / "runs"))
     with pytest.raises(
         ConfigError,
@@ -387,7 +387,7 @@ def test_launch_refuses_what_cannot_fit(two_t4, tmp_path, little):
     assert plan == {} and "not known beforehand" in said[0]
 
 
-def test_a_run_keeps_to_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, monkeypatch):
+def test_a_run_follows_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, monkeypatch):
     run = launch(
         RunConfig(run_root=str(tmp_path / "runs"), end_idx=40, max_length=64, num_epochs=1)
     )
@@ -397,7 +397,7 @@ def test_a_run_keeps_to_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, m
         and plan["gpus"] == 2
         and plan["decided"] == {"strategy": "ddp", "activation_checkpointing": "none"}
     )
-    assert run.status["strategy_reason"] == "2 processes on a CPU", "no T4 there after all"
+    assert run.status["strategy_reason"] == "2 processes on a CPU", "there is no T4 after all"
     from multigpu_ft.distributed.world import World
     from multigpu_ft.training.setup import _as_planned
 
@@ -409,7 +409,7 @@ def test_a_run_keeps_to_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, m
     assert (cfg.strategy, cfg.activation_checkpointing, reason) == ("fsdp", 2, plan["line"])
     cfg, reason = _as_planned(RunConfig(strategy="ddp"), plan, on_gpu)
     assert (cfg.strategy, cfg.activation_checkpointing, reason) == ("ddp", 2, None), (
-        "what is set stays"
+        "settings that are not auto stay"
     )
     assert _as_planned(RunConfig(), plan, World(0, 0, 4, torch.device("cuda", 0))) == (
         RunConfig(),
@@ -429,7 +429,7 @@ def test_the_gpus_of_this_machine(two_t4):
     assert estimate(RunConfig(max_length=64, nproc=1)).gpus == 1
 
 
-def test_of_different_gpus_those_count_that_the_run_would_take(two_t4, tmp_path, monkeypatch):
+def test_gpus_here_are_those_that_a_run_would_use(two_t4, tmp_path, monkeypatch):
     smi = tmp_path / "bin" / "nvidia-smi"
     lines = (
         "0, GPU-a, NVIDIA A100-SXM4-80GB, 81920, 0, 550.1, 8.0",
@@ -448,7 +448,7 @@ def test_of_different_gpus_those_count_that_the_run_would_take(two_t4, tmp_path,
         assert [gpu.name for gpu in gpus_here()] == names, visible
     smi.write_text("#!/bin/sh\nexec sleep 9\n")
     monkeypatch.setattr("multigpu_ft.run.environment._ANSWER_S", 0.1)
-    assert gpus_here() == [], "launch is not held up by a driver that gives no answer"
+    assert gpus_here() == [], "a driver that does not answer does not delay launch"
 
 
 def test_the_bench_has_results():
