@@ -1,4 +1,4 @@
-"""Accelerate and ZeRO: everything around a strategy is the same as with any other, and what cannot be is refused."""
+"""Accelerate and ZeRO: everything around a strategy is the same as with any other, and settings that contradict are refused."""
 
 import importlib.util
 import itertools
@@ -44,14 +44,14 @@ def test_a_killed_run_ends_with_the_same_bits(undisturbed, number):
 
 
 @pytest.mark.parametrize("number", range(len(WAYS)), ids=[way["strategy"] for way in WAYS])
-def test_a_stopped_run_goes_on_at_the_next_step(undisturbed, number):
+def test_a_stopped_run_resumes_at_the_next_step(undisturbed, number):
     kind, state, seconds = undisturbed.stop_trial(7, number)
     assert seconds < 30, (kind, state)
 
 
 @pytest.fixture(scope="module")
 def first_halves(tmp_path_factory, server):
-    "A run of one epoch under each strategy, without dropout, and one of two epochs that nobody interrupts."
+    "A run of one epoch under each strategy, without dropout, and an uninterrupted one of two epochs."
     models = adapters.make_models(tmp_path_factory.mktemp("models"))
     root = tmp_path_factory.mktemp("halves")
 
@@ -79,7 +79,7 @@ def first_halves(tmp_path_factory, server):
         if "zero" in "".join(pair)
     ],
 )
-def test_a_checkpoint_of_one_strategy_goes_on_under_another(first_halves, one, other):
+def test_a_checkpoint_of_one_strategy_resumes_under_another(first_halves, one, other):
     run, expected, halves = first_halves
     second = run(
         f"{one}-{other}", strategy=other, resume_file=str(halves[one].dir.checkpoints()[-1])
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_one_strategy_goes_on_under_another(first_halves, one, o
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_ranks_go_on_as_one(first_halves, stage):
+def test_a_run_on_two_ranks_resumes_on_one(first_halves, stage):
     run, expected, halves = first_halves
     second = run(
         f"one-{stage}",
@@ -102,7 +102,7 @@ def test_two_ranks_go_on_as_one(first_halves, stage):
     )
 
 
-def test_moments_in_8_bit_are_not_taken_for_others(first_halves, server):
+def test_moments_in_8_bit_are_refused(first_halves, server):
     run, _, _ = first_halves
     eight = run("eight", strategy="ddp", num_epochs=1, optimizer="adamw_8bit")
     refused = run("refused", strategy="zero2", resume_file=str(eight.dir.checkpoints()[-1]))
@@ -164,7 +164,7 @@ def test_adapters_and_labels_are_trained_as_under_ddp(
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
-def test_what_else_can_be_set(first_halves, settings):
+def test_other_settings(first_halves, settings):
     run, expected, _ = first_halves
     found = run("-".join(map(str, settings.values())), **settings)
     assert found.state == "done", found.logs(0)[-2000:]
@@ -174,7 +174,7 @@ def test_what_else_can_be_set(first_halves, settings):
 
 @pytest.mark.parametrize("dtype, tolerance", [("bf16", 2e-3), ("fp16", 1e-3)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_half_precision_is_that_of_ddp(first_halves, stage, dtype, tolerance):
+def test_half_precision_trains_as_under_ddp(first_halves, stage, dtype, tolerance):
     run, expected, _ = first_halves
     found = run(f"{dtype}-{stage}", strategy=f"zero{stage}", dtype=dtype)
     assert [m["loss"] for m in found.metrics] == pytest.approx(
@@ -182,7 +182,7 @@ def test_half_precision_is_that_of_ddp(first_halves, stage, dtype, tolerance):
     ) and found.status["skipped_steps"] == 0
 
 
-def test_ones_own_deepspeed_json(first_halves, tmp_path):
+def test_a_users_deepspeed_json(first_halves, tmp_path):
     run, expected, _ = first_halves
     path = tmp_path / "ds.json"
     path.write_text(
@@ -273,7 +273,7 @@ def test_the_json_travels_with_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["deepspeed", "accelerate"])
-def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch, package):
+def test_a_missing_package_is_reported_before_anything_starts(tmp_path, monkeypatch, package):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -302,7 +302,7 @@ def test_a_missing_package_is_told_before_anything_starts(tmp_path, monkeypatch,
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
-def test_what_does_not_go_together(settings):
+def test_settings_that_contradict_are_refused(settings):
     with pytest.raises(ConfigError, match="use|zero3"):
         RunConfig(**settings)
 
