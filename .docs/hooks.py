@@ -43,6 +43,21 @@ class Settings(griffe.Extension):
             attr.docstring = griffe.Docstring(text, parent=attr)
 
 
+class ParameterHelp(griffe.Extension):
+    """Adds the help texts in `@documented(GROUP, ...)` to a function's docstring, as the decorator does."""
+
+    def on_function_instance(self, *, func, **kwargs):
+        for decorator in func.decorators:
+            call = ast.parse(str(decorator.value), mode="eval").body
+            if not isinstance(call, ast.Call) or ast.unparse(call.func) != "documented":
+                continue
+            texts = {}
+            for group in call.args:
+                texts |= ast.literal_eval(str(func.parent[group.id].value))
+            lines = [f"    {p.name}: {texts[p.name]}" for p in func.parameters]
+            func.docstring.value += "\n".join(["", "", "Args:", *lines])
+
+
 def notebooks():
     """Return {section of the navigation: paths of its notebooks} in reading order. Guides follow the README's order."""
     readme = (REPO / "README.md").read_text(encoding="utf-8")

@@ -32,6 +32,7 @@ from ..launcher.slices import Slices
 from ..run.config import plain_values
 from ..run.environment import default_run_root
 from ..run.errors import ConfigError, did_you_mean
+from ..run.parameters import documented
 from ..run.run_dir import RunDir
 from ..run.secrets import refuse_secrets, use_secrets
 
@@ -159,7 +160,48 @@ class _Request:
 
 _SMALLEST = {"samples": 0, "max_new_tokens": 1, "seed": 0}
 
+# %% ../../nbs/evaluation/07_api.ipynb #9feab9f9
+_MODELS = {
+    "run": "run directory, a folder of runs as run_slices makes it, or several separated by commas",
+    "base": "Hub id or folder of the base model; empty: the one the fine-tuned model was made from",
+    "checkpoint": "name or path of a checkpoint or export, several separated by commas, or all; empty: the newest",
+    "hf_repo": "Hub repository user/name or user/name@revision, or a folder, with a model or an adapter",
+}
+_ROWS = {
+    "dataset": "Hub id or file to compare on; empty: the run's own data",
+    "dataset_split": "split of a Hub dataset",
+    "start_idx": "first row to compare on; empty: held-out rows, or 0 in a named dataset (rows)",
+    "end_idx": "row after the last one; empty: start_idx + 1000 or the end of the data (rows)",
+    "text_field": "column with the text; empty: as in training",
+    "text_pair_field": "column with a second text; empty: as in training",
+    "label_field": "column with the label; empty: as in training",
+    "messages_field": "column with a conversation; empty: as in training",
+}
+_FORGETTING = {
+    "forgetting_dataset": "other data, to measure forgetting; empty: none",
+    "forgetting_split": "its split on the Hub; empty: train",
+    "forgetting_start_idx": "its first row; empty: 0 (rows)",
+    "forgetting_end_idx": "row after its last one; empty: 1000 rows or the end of the data (rows)",
+}
+_COMPUTING = {
+    "max_length": "longest sequence, longer texts are cut; empty: as in training (tokens)",
+    "batch_size": "texts a GPU scores at a time; empty: as in training (rows)",
+    "strategy": "auto (fsdp only for models that one GPU can't hold), ddp (never fsdp) or fsdp; empty: auto",
+    "dtype": "auto, fp32, bf16 or fp16; empty: as in training",
+    "nproc": "processes; empty: one per GPU, or 2 without a GPU",
+}
+_SAMPLES = {
+    "samples": "texts that each model continues, shown side by side; 0: none",
+    "max_new_tokens": "longest continuation (tokens)",
+    "seed": "seed of the choice of samples and of sampling",
+}
+_REPORT = {
+    "run_root": "folder that holds the run directories; empty: the default one",
+    "folder": "folder of the report; empty: report/ in the run directory",
+}
+
 # %% ../../nbs/evaluation/07_api.ipynb #35c1874f
+@documented(_MODELS, _ROWS, _FORGETTING, _COMPUTING, _SAMPLES, _REPORT)
 def evaluate(
     run: Run | RunDir | Slices | Path | str | Sequence[Any] | None = None,
     *,
@@ -196,34 +238,6 @@ def evaluate(
     pictures and a page to `folder`, and returns the `Evaluation`. Raises `ConfigError`,
     `DataError`, `ModelError` or `CheckpointError` for inputs that are missing or don't fit
     together, `RunFailed` if a rank fails.
-
-    Args:
-        run: run directory, a folder of runs as run_slices makes it, or several separated by commas
-        base: Hub id or folder of the base model; empty: the one the fine-tuned model was made from
-        checkpoint: name or path of a checkpoint or export, several separated by commas, or all; empty: the newest
-        hf_repo: Hub repository user/name or user/name@revision, or a folder, with a model or an adapter
-        dataset: Hub id or file to compare on; empty: the run's own data
-        dataset_split: split of a Hub dataset
-        start_idx: first row to compare on; empty: held-out rows, or 0 in a named dataset (rows)
-        end_idx: row after the last one; empty: start_idx + 1000 or the end of the data (rows)
-        text_field: column with the text; empty: as in training
-        text_pair_field: column with a second text; empty: as in training
-        label_field: column with the label; empty: as in training
-        messages_field: column with a conversation; empty: as in training
-        max_length: longest sequence, longer texts are cut; empty: as in training (tokens)
-        batch_size: texts a GPU scores at a time; empty: as in training (rows)
-        forgetting_dataset: other data, to measure forgetting; empty: none
-        forgetting_split: its split on the Hub; empty: train
-        forgetting_start_idx: its first row; empty: 0 (rows)
-        forgetting_end_idx: row after its last one; empty: 1000 rows or the end of the data (rows)
-        samples: texts that each model continues, shown side by side; 0: none
-        max_new_tokens: longest continuation (tokens)
-        seed: seed of the choice of samples and of sampling
-        strategy: auto (fsdp only for models that one GPU can't hold), ddp (never fsdp) or fsdp; empty: auto
-        dtype: auto, fp32, bf16 or fp16; empty: as in training
-        nproc: processes; empty: one per GPU, or 2 without a GPU
-        run_root: folder that holds the run directories; empty: the default one
-        folder: folder of the report; empty: report/ in the run directory
     """
     settings = locals()
     refuse_secrets({name: value for name, value in settings.items() if isinstance(value, str)})

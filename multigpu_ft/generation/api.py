@@ -34,6 +34,7 @@ from ..launcher.run import Run
 from ..run.config import RunConfig
 from ..run.environment import session_end
 from ..run.errors import ConfigError
+from ..run.parameters import documented
 from ..run.processes import is_alive
 from ..run.run_dir import RunDir, write_json
 from ..run.secrets import refuse_secrets, use_secrets
@@ -229,6 +230,22 @@ def _reward_name(reward: Any) -> tuple[str | None, bytes | None]:
     digest = hashlib.sha256(packed).hexdigest()[:16]
     return f"{getattr(reward, '__name__', 'function')} {digest}", packed
 
+
+def _make_job(
+    settings: dict[str, Any], fine_tuned: FineTuned | None, output: Path, val_output: Path | None
+) -> tuple[GenerationJob, bytes | None]:
+    "Return the job with the arguments of `generate`, and a notebook's reward function as a pickle."
+    reward, packed = _reward_name(settings["reward"])
+    job = GenerationJob.checked(
+        settings,
+        output=str(output),
+        val_output=str(val_output) if val_output else None,
+        subject=str(fine_tuned.path) if fine_tuned else None,
+        tokenizer=_tokenizer_folder(fine_tuned),
+        reward=reward,
+    )
+    return job, packed
+
 # %% ../../nbs/generation/11_api.ipynb #6e4a23f9
 def _open(folder: Path, cfg: RunConfig, job: GenerationJob, reward: bytes | None) -> RunDir:
     "Create or reopen the run directory of a generation."
@@ -268,32 +285,34 @@ def _start(run_dir: RunDir) -> Run:
     return run
 
 # %% ../../nbs/generation/11_api.ipynb #40f93a30
-def _job_config(
-    fine_tuned: FineTuned | None,
-    model: str | None,
-    num_questions: int | None,
-    optional: dict[str, Any],
-    **fields: Any,
-) -> RunConfig:
-    "Return the `RunConfig` of a generation: the model as it was trained, and which rows to answer."
+def _job_config(fine_tuned: FineTuned | None, settings: dict[str, Any]) -> RunConfig:
+    """Return the `RunConfig` of a generation: the model as it was trained, and which rows to answer.
+
+    `settings` are the arguments of `generate`."""
     if fine_tuned and fine_tuned.config.task == "classification":
         raise ConfigError(f"{fine_tuned.name} is a classifier and can't generate text.")
-    fields["dataset"] = _absolute(fields["dataset"])
-    fields["start_idx"] = count("start_idx", fields["start_idx"], 0)
-    fields["batch_size"] = count("batch_size", fields["batch_size"], 1)
+    optional = {name: settings[name] for name in ("dtype", "nproc", "max_hours")}
+    fields = {
+        "dataset": _absolute(settings["dataset"]),
+        "dataset_split": settings["dataset_split"] or "train",
+        "messages_field": settings["messages_field"],
+        "start_idx": count("start_idx", settings["start_idx"], 0),
+        "batch_size": count("batch_size", settings["batch_size"], 1),
+    }
     cfg = of_the_model(
-        fine_tuned.config if fine_tuned else RunConfig(model=model),
+        fine_tuned.config if fine_tuned else RunConfig(model=settings["model"]),
         task="chat",
         dataset_revision=None,
         max_length=8,  # limits training texts, and a generation has none
         **fields,
         **{name: value for name, value in optional.items() if value is not None},
     )
-    if num_questions is not None:
-        num_questions = count("num_questions", num_questions, 1)
-    cfg = cfg.replace(slice_size=num_questions or 2**31)
-    rows = count_rows(cfg)
-    return cfg if rows is None else cfg.replace(end_idx=cfg.slice_end(rows))
+    number = settings["num_questions"]
+    if number is not None:
+        number = count("num_questions", number, 1)
+    cfg = cfg.replace(slice_size=number or 2**31)
+    found = count_rows(cfg)
+    return cfg if found is None else cfg.replace(end_idx=cfg.slice_end(found))
 
 
 def _absolute(dataset: str) -> str:
@@ -314,7 +333,53 @@ def _describe(cfg: RunConfig, job: GenerationJob) -> str:
     each = f", {times} answers each" if times > 1 else ""
     return f"rows {cfg.start_idx}{end} of {data}{each}"
 
+# %% ../../nbs/generation/11_api.ipynb #d7e12a0b
+_MODEL = {
+    "run": "run directory whose model answers: its export, or else its newest checkpoint",
+    "model": "Hub id or folder of a model; with a checkpoint or an hf_repo, of its base",
+    "checkpoint": "name or path of a checkpoint, an export or an adapter; empty: the newest",
+    "hf_repo": "Hub repository user/name or user/name@revision, or a folder, with a model or an adapter",
+    "quantization": "none, 8bit or 4bit; empty: as in training",
+    "dtype": "auto, fp32, bf16 or fp16; empty: as in training",
+}
+_QUESTIONS = {
+    "dataset": "Hub id or file with the questions: a row has messages or a question",
+    "dataset_split": "split of a Hub dataset; empty: train",
+    "messages_field": "column with a conversation; its last assistant turn is left out",
+    "question_field": "column with a question as text, where there are no messages",
+    "start_idx": "first row (rows)",
+    "num_questions": "number of questions; empty: all (rows)",
+    "system_prompt": "system message for questions without one",
+    "chat_template": "Jinja, or a file with it; empty: the tokenizer's own, or a plain one",
+    "enable_thinking": "for templates that have the option, such as Qwen3's",
+}
+_ANSWERS = {
+    "num_sequences_per_question": "answers to each question (sequences)",
+    "max_new_tokens": "longest answer (tokens)",
+    "temperature": "sampling temperature; 0: greedy; empty: the model's recommendation, or 1",
+    "top_p": "probability mass to sample from; empty: the model's recommendation, or 1",
+    "top_k": "number of tokens to sample from; 0: all; empty: the model's recommendation, or all",
+    "seed": "seed of the whole generation",
+    "stop": "texts that end an answer and are not part of it; separate several by commas",
+}
+_FILES = {
+    "output": "file for the records, .jsonl; its run directory is next to it and ends in .run",
+    "reward": "module:function, or a function, that rates a record, given its row",
+    "reward_above": "only answers with a higher reward are written",
+    "val_output": "second file, for the answers to some of the questions; empty: none",
+    "val_fraction": "share of the questions that go to val_output",
+}
+_PROCESSES = {
+    "batch_size": "answers a GPU generates at a time; halved if memory runs out (sequences)",
+    "engine": "transformers, or vllm if installed",
+    "nproc": "processes; empty: one per GPU, or 2 without a GPU",
+    "max_hours": "stop after this time (hours); empty: no limit",
+    "run_root": "folder that holds the run directories; empty: the default one",
+    "panel": "live panel; empty: only in a notebook",
+}
+
 # %% ../../nbs/generation/11_api.ipynb #0829a610
+@documented(_MODEL, _QUESTIONS, _ANSWERS, _FILES, _PROCESSES)
 def generate(
     run: Run | RunDir | Path | str | None = None,
     *,
@@ -357,70 +422,17 @@ def generate(
     the number of GPUs don't. An interrupt stops a generation as it stops a run; the same call
     makes what is missing. Raises `ConfigError`, `DataError`, `ModelError` or `CheckpointError` for
     inputs that are missing or don't fit together, `RunFailed` if a rank dies.
-
-    Args:
-        run: run directory whose model answers: its export, or else its newest checkpoint
-        dataset: Hub id or file with the questions: a row has messages or a question
-        output: file for the records, .jsonl; its run directory is next to it and ends in .run
-        model: Hub id or folder of a model; with a checkpoint or an hf_repo, of its base
-        checkpoint: name or path of a checkpoint, an export or an adapter; empty: the newest
-        hf_repo: Hub repository user/name or user/name@revision, or a folder, with a model or an adapter
-        dataset_split: split of a Hub dataset; empty: train
-        messages_field: column with a conversation; its last assistant turn is left out
-        question_field: column with a question as text, where there are no messages
-        start_idx: first row (rows)
-        num_questions: number of questions; empty: all (rows)
-        num_sequences_per_question: answers to each question (sequences)
-        batch_size: answers a GPU generates at a time; halved if memory runs out (sequences)
-        max_new_tokens: longest answer (tokens)
-        temperature: sampling temperature; 0: greedy; empty: the model's recommendation, or 1
-        top_p: probability mass to sample from; empty: the model's recommendation, or 1
-        top_k: number of tokens to sample from; 0: all; empty: the model's recommendation, or all
-        seed: seed of the whole generation
-        stop: texts that end an answer and are not part of it; separate several by commas
-        system_prompt: system message for questions without one
-        chat_template: Jinja, or a file with it; empty: the tokenizer's own, or a plain one
-        enable_thinking: for templates that have the option, such as Qwen3's
-        reward: module:function, or a function, that rates a record, given its row
-        reward_above: only answers with a higher reward are written
-        val_output: second file, for the answers to some of the questions; empty: none
-        val_fraction: share of the questions that go to val_output
-        quantization: none, 8bit or 4bit; empty: as in training
-        dtype: auto, fp32, bf16 or fp16; empty: as in training
-        engine: transformers, or vllm if installed
-        nproc: processes; empty: one per GPU, or 2 without a GPU
-        max_hours: stop after this time (hours); empty: no limit
-        run_root: folder that holds the run directories; empty: the default one
-        panel: live panel; empty: only in a notebook
     """
     settings = locals()
     refuse_secrets({name: value for name, value in settings.items() if isinstance(value, str)})
     use_secrets()
     output, val_output = _output_files(output, val_output)
     fine_tuned = _find_fine_tuned(run, model, checkpoint, hf_repo, run_root)
-    cfg = _job_config(
-        fine_tuned,
-        model,
-        num_questions,
-        optional={"dtype": dtype, "nproc": nproc, "max_hours": max_hours},
-        dataset=dataset,
-        dataset_split=dataset_split or "train",
-        messages_field=messages_field,
-        start_idx=start_idx,
-        batch_size=batch_size,
-    )
+    cfg = _job_config(fine_tuned, settings)
     _check_questions(cfg, question_field)
     if engine == "vllm":
         _refuse_without_vllm(cfg, fine_tuned, quantization)
-    reward_name, packed_reward = _reward_name(reward)
-    job = GenerationJob.checked(
-        settings,
-        output=str(output),
-        val_output=str(val_output) if val_output else None,
-        subject=str(fine_tuned.path) if fine_tuned else None,
-        tokenizer=_tokenizer_folder(fine_tuned),
-        reward=reward_name,
-    )
+    job, packed_reward = _make_job(settings, fine_tuned, output, val_output)
     run_dir = _open(_folder(output), cfg, job, packed_reward)
     name = fine_tuned.name if fine_tuned else cfg.model
     say(f"generate: {name} answers {_describe(cfg, job)}")

@@ -77,6 +77,22 @@ def _read(
     logits = _forward(model, input_ids=torch.tensor([prompt], device=device), past_key_values=cache)
     return cache, logits
 
+
+class _Reader:
+    "Reads questions, and remembers the last one for its other samples."
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._prompt: tuple[int, ...] = ()
+        self._found: tuple[Any, torch.Tensor] | None = None
+
+    def read(self, prompt: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
+        "Return its keys and values, and the logits `[1, vocabulary]`."
+        if self._found is None or self._prompt != prompt:
+            self._found = _read(self._model, prompt, self._device)
+            self._prompt = prompt
+        return self._found
+
 # %% ../../nbs/generation/03_decoding.ipynb #3a4ccec9
 _MIN_ROWS, _KEYS_STEP = 4, 64
 
@@ -141,144 +157,15 @@ class _SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.keys.shape[2]
 
-# %% ../../nbs/generation/03_decoding.ipynb #f4b3a65d
-class ContinuousBatchDecoder:
-    """A batch of `rows` sequences of any length, up to `capacity` tokens including the prompt.
 
-    It works for models whose layers all attend to all earlier tokens."""
-
-    def __init__(
-        self, model: nn.Module, rules: Rules, rows: int, capacity: int, device: torch.device
-    ) -> None:
-        self.rows = rows
-        self._model, self._rules, self._device = model, rules, device
-        self._capacity = _rounded(capacity)
-        self._slots = _Slots(max(rows, _MIN_ROWS), device)
-        self._answers: list[Answer | None] = [None] * rows
-        self._used = self._slots.rows  # rows that are computed
-        self._cache: Cache | None = None
-        self._question: tuple[Any, ...] = (
-            (),
-            None,
-            None,
-        )  # the last question read: prompt, cache, logits
-        self._tokens = torch.zeros(self._slots.rows, dtype=torch.int64, device=device)
-        self._made = torch.zeros_like(self._tokens)
-        self._draws = torch.zeros(self._slots.rows, 1, dtype=torch.float64, device=device)
-        is_8bit = getattr(model, "is_loaded_in_8bit", False)
-        self._graphs = _Graphs(self._logits) if device.type == "cuda" and not is_8bit else None
-
-    @property
-    def free(self) -> int:
-        "The number of requests it can admit now."
-        return self._answers.count(None)
-
-    @property
-    def in_flight(self) -> list[Request]:
-        return [answer.request for answer in self._answers if answer]
-
-    def admit(self, requests: list[Request]) -> list[Answer]:
-        "Read the questions and fill free slots. Returns answers that end with their first token."
-        finished = []
-        free = [row for row, answer in enumerate(self._answers) if answer is None]
-        while requests:
-            prompt = requests[0].prompt
-            together = [r for r in requests if r.prompt == prompt]
-            requests = [r for r in requests if r.prompt != prompt]
-            if self._question[0] != prompt:
-                self._question = (prompt, *_read(self._model, prompt, self._device))
-            _, read, logits = self._question
-            numbers = [draws(r.seed, r.limit) for r in together]
-            first = torch.tensor([n[0] for n in numbers], dtype=torch.float64, device=self._device)
-            chosen = choose(logits.expand(len(together), -1), first, self._rules.sampling).tolist()
-            taken = []
-            for request, token, drawn in zip(together, chosen, numbers, strict=True):
-                answer = Answer(request)
-                if self._rules.take(answer, token):
-                    finished.append(answer)
-                else:
-                    row = free.pop(0)
-                    taken.append((row, token, drawn))
-                    self._answers[row] = answer
-            if taken:
-                self._put(read, len(prompt), taken)
-        return finished
-
-    def _put(self, read: Any, length: int, taken: list[tuple[int, int, Any]]) -> None:
-        "Fill rows with the keys and values read, the next token, and the numbers for those after it."
-        if self._cache is None:
-            layers = [_SlotLayer(layer, self._capacity, self._slots) for layer in read.layers]
-            self._cache = Cache(layers=layers)
-        self._used = self._slots.rows
-        rows = torch.tensor([row for row, _, _ in taken], device=self._device)
-        for own, other in zip(self._cache.layers, read.layers, strict=True):
-            own.take(other, rows)
-        if (longest := max(len(drawn) for _, _, drawn in taken)) > self._draws.shape[1]:
-            self._draws = nn.functional.pad(self._draws, (0, longest - self._draws.shape[1]))
-        for row, _, drawn in taken:
-            self._draws[row, : len(drawn)] = torch.from_numpy(drawn)
-        self._tokens[rows] = torch.tensor([token for _, token, _ in taken], device=self._device)
-        self._slots.lengths[rows], self._made[rows] = length, 1
-
-    def step(self) -> list[Answer]:
-        "Add a token to each sequence. Returns the finished answers."
-        self._compact()
-        used = self._used
-        longest = max(len(a.request.prompt) + len(a.tokens) for a in self._answers if a)
-        self._slots.width = min(self._capacity, _rounded(longest))
-        if self._graphs and used == self._slots.rows:
-            logits = self._graphs(used, self._slots.width)
-        else:
-            logits = self._logits(used)
-        numbers = self._made[:used, None].clamp(max=self._draws.shape[1] - 1)
-        drawn = self._draws[:used].gather(1, numbers)[:, 0]
-        tokens = choose(logits, drawn, self._rules.sampling)
-        self._tokens[:used] = tokens.clamp(min=0)
-        self._slots.lengths[:used] += 1
-        self._made[:used] += 1
-        return self._take(tokens.tolist())
-
-    def _take(self, tokens: list[int]) -> list[Answer]:
-        finished, left = [], []
-        for row, token in enumerate(tokens):
-            answer = self._answers[row] if row < len(self._answers) else None
-            if answer and self._rules.take(answer, token):
-                finished.append(answer)
-                self._answers[row] = answer = None
-            if not answer:
-                left.append(row)
-        if left:  # free rows are computed with the others, at their first key
-            self._slots.lengths[torch.tensor(left, device=self._device)] = 0
-        return finished
-
-    def _logits(self, used: int) -> torch.Tensor:
-        slots, dtype = self._slots, self._model.dtype
-        seen = torch.arange(slots.width, device=self._device) <= slots.lengths[:used, None]
-        mask = seen[:, None, None]
-        if getattr(self._model.config, "_attn_implementation", "sdpa") == "eager":
-            allowed = torch.zeros_like(mask, dtype=dtype)
-            mask = allowed.masked_fill(~mask, torch.finfo(dtype).min)
-        return _forward(
-            self._model,
-            input_ids=self._tokens[:used, None],
-            attention_mask=mask,
-            position_ids=slots.lengths[:used, None],
-            past_key_values=self._cache,
-        )
-
-    def _compact(self) -> None:
-        "Compute half the rows where they suffice."
-        kept = [row for row, answer in enumerate(self._answers) if answer]
-        if max(len(kept), _MIN_ROWS) > self._used // 2:
-            return
-        self._used = max(len(kept), _MIN_ROWS)
-        rows = torch.tensor(kept, device=self._device)
-        for layer in self._cache.layers:
-            layer.gather(rows)
-        for tensor in (self._slots.lengths, self._tokens, self._made, self._draws):
-            tensor[: len(kept)] = tensor[rows]
-        self._slots.lengths[len(kept) :] = 0
-        self._answers = [self._answers[row] for row in kept] + [None] * (self.rows - len(kept))
+def _mask(model: nn.Module, slots: _Slots, used: int) -> torch.Tensor:
+    "Return which keys each of the first `used` rows may see, in the form that `model` takes."
+    numbers = torch.arange(slots.width, device=slots.lengths.device)
+    mask = (numbers <= slots.lengths[:used, None])[:, None, None]
+    if getattr(model.config, "_attn_implementation", "sdpa") != "eager":
+        return mask
+    allowed = torch.zeros_like(mask, dtype=model.dtype)
+    return allowed.masked_fill(~mask, torch.finfo(model.dtype).min)
 
 # %% ../../nbs/generation/03_decoding.ipynb #9cca4cc1
 class _Graphs:
@@ -319,6 +206,157 @@ class _Graphs:
             logits = self._compute(used)
         self._pool = graph.pool()  # shared, since only one graph runs at a time
         return graph, logits
+
+# %% ../../nbs/generation/03_decoding.ipynb #7bdcc60e
+class _Rows:
+    """The rows of a batch on the device: keys and values, the next tokens, and random numbers.
+
+    A row that is not in use is computed with the others, at its first key."""
+
+    def __init__(self, model: nn.Module, rows: int, capacity: int, device: torch.device) -> None:
+        self._model, self._device, self._capacity = model, device, _rounded(capacity)
+        self._slots = _Slots(max(rows, _MIN_ROWS), device)
+        self._cache: Cache | None = None
+        self._tokens = torch.zeros(self._slots.rows, dtype=torch.int64, device=device)
+        self._made = torch.zeros_like(self._tokens)
+        self._draws = torch.zeros(self._slots.rows, 1, dtype=torch.float64, device=device)
+        self.used = self._slots.rows  # rows that are computed
+        is_8bit = getattr(model, "is_loaded_in_8bit", False)
+        self.graphs = _Graphs(self.logits) if device.type == "cuda" and not is_8bit else None
+
+    def fill(self, read: Any, length: int, taken: list[tuple[int, int, Any]]) -> None:
+        """Put a question of `length` tokens, whose keys and values were `read`, into rows.
+
+        `taken` lists the rows, each with its first token and its random numbers."""
+        if self._cache is None:
+            layers = [_SlotLayer(layer, self._capacity, self._slots) for layer in read.layers]
+            self._cache = Cache(layers=layers)
+        self.used = self._slots.rows
+        rows = torch.tensor([row for row, _, _ in taken], device=self._device)
+        for own, other in zip(self._cache.layers, read.layers, strict=True):
+            own.take(other, rows)
+        if (longest := max(len(drawn) for _, _, drawn in taken)) > self._draws.shape[1]:
+            self._draws = nn.functional.pad(self._draws, (0, longest - self._draws.shape[1]))
+        for row, _, drawn in taken:
+            self._draws[row, : len(drawn)] = torch.from_numpy(drawn)
+        self._tokens[rows] = torch.tensor([token for _, token, _ in taken], device=self._device)
+        self._slots.lengths[rows], self._made[rows] = length, 1
+
+    def clear(self, rows: list[int]) -> None:
+        self._slots.lengths[torch.tensor(rows, device=self._device)] = 0
+
+    def shrink(self, kept: list[int]) -> None:
+        "Move the rows `kept` to the start, and compute only as many as they need."
+        self.used = max(len(kept), _MIN_ROWS)
+        rows = torch.tensor(kept, device=self._device)
+        for layer in self._cache.layers:
+            layer.gather(rows)
+        for tensor in (self._slots.lengths, self._tokens, self._made, self._draws):
+            tensor[: len(kept)] = tensor[rows]
+        self._slots.lengths[len(kept) :] = 0
+
+    def step(self, longest: int, sampling: Sampling) -> list[int]:
+        "Return the next token of each row; the longest row has `longest` tokens."
+        used = self.used
+        self._slots.width = min(self._capacity, _rounded(longest))
+        if self.graphs and used == self._slots.rows:
+            logits = self.graphs(used, self._slots.width)
+        else:
+            logits = self.logits(used)
+        numbers = self._made[:used, None].clamp(max=self._draws.shape[1] - 1)
+        drawn = self._draws[:used].gather(1, numbers)[:, 0]
+        tokens = choose(logits, drawn, sampling)
+        self._tokens[:used] = tokens.clamp(min=0)
+        self._slots.lengths[:used] += 1
+        self._made[:used] += 1
+        return tokens.tolist()
+
+    def logits(self, used: int) -> torch.Tensor:
+        "Return the logits `[used, vocabulary]` after the newest token of the first `used` rows."
+        slots = self._slots
+        return _forward(
+            self._model,
+            input_ids=self._tokens[:used, None],
+            attention_mask=_mask(self._model, slots, used),
+            position_ids=slots.lengths[:used, None],
+            past_key_values=self._cache,
+        )
+
+# %% ../../nbs/generation/03_decoding.ipynb #f4b3a65d
+class ContinuousBatchDecoder:
+    """A batch of `rows` sequences of any length, up to `capacity` tokens including the prompt.
+
+    It works for models whose layers all attend to all earlier tokens."""
+
+    def __init__(
+        self, model: nn.Module, rules: Rules, rows: int, capacity: int, device: torch.device
+    ) -> None:
+        self.rows, self._rules, self._device = rows, rules, device
+        self._reader = _Reader(model, device)
+        self._batch = _Rows(model, rows, capacity, device)
+        self._answers: list[Answer | None] = [None] * rows
+
+    @property
+    def free(self) -> int:
+        "The number of requests it can admit now."
+        return self._answers.count(None)
+
+    @property
+    def in_flight(self) -> list[Request]:
+        return [answer.request for answer in self._answers if answer]
+
+    def admit(self, requests: list[Request]) -> list[Answer]:
+        "Read the questions and fill free slots. Returns answers that end with their first token."
+        finished = []
+        while requests:
+            prompt = requests[0].prompt
+            finished += self._admit([r for r in requests if r.prompt == prompt])
+            requests = [r for r in requests if r.prompt != prompt]
+        return finished
+
+    def _admit(self, requests: list[Request]) -> list[Answer]:
+        "Admit samples of one question."
+        prompt, sampling = requests[0].prompt, self._rules.sampling
+        read, logits = self._reader.read(prompt)
+        numbers = [draws(r.seed, r.limit) for r in requests]
+        first = torch.tensor([n[0] for n in numbers], dtype=torch.float64, device=self._device)
+        chosen = choose(logits.expand(len(requests), -1), first, sampling).tolist()
+        finished, taken = [], []
+        for request, token, drawn in zip(requests, chosen, numbers, strict=True):
+            answer = Answer(request)
+            if self._rules.take(answer, token):
+                finished.append(answer)
+            else:
+                row = self._answers.index(None)
+                taken.append((row, token, drawn))
+                self._answers[row] = answer
+        if taken:
+            self._batch.fill(read, len(prompt), taken)
+        return finished
+
+    def step(self) -> list[Answer]:
+        "Add a token to each sequence. Returns the finished answers."
+        self._compact()
+        longest = max(len(a.request.prompt) + len(a.tokens) for a in self._answers if a)
+        finished, left = [], []
+        for row, token in enumerate(self._batch.step(longest, self._rules.sampling)):
+            answer = self._answers[row] if row < len(self._answers) else None
+            if answer and self._rules.take(answer, token):
+                finished.append(answer)
+                self._answers[row] = answer = None
+            if not answer:
+                left.append(row)
+        if left:
+            self._batch.clear(left)
+        return finished
+
+    def _compact(self) -> None:
+        "Compute half the rows where they suffice."
+        kept = [row for row, answer in enumerate(self._answers) if answer]
+        if max(len(kept), _MIN_ROWS) <= self._batch.used // 2:
+            self._batch.shrink(kept)
+            free = [None] * (self.rows - len(kept))
+            self._answers = [self._answers[row] for row in kept] + free
 
 # %% ../../nbs/generation/03_decoding.ipynb #4cda0b82
 class GroupedDecoder:
@@ -436,11 +474,11 @@ def _trial_logits(model: nn.Module, device: torch.device) -> tuple[torch.Tensor,
     ]
     requests = [Request((n, 0), prompt, 0, _TRIED_TOKENS + 2) for n, prompt in enumerate(prompts)]
     decoder = ContinuousBatchDecoder(model, greedy, 2, 64, device)
-    decoder._graphs = None
+    decoder._batch.graphs = None
     decoder.admit(requests)
     for _ in range(_TRIED_TOKENS - 1):
         decoder.step()
-    found = decoder._logits(decoder._used)[:2]
+    found = decoder._batch.logits(decoder._batch.used)[:2]
     answers = zip(prompts, decoder._answers, strict=True)
     texts = [torch.tensor([[*prompt, *answer.tokens]], device=device) for prompt, answer in answers]
     return found, torch.cat([_forward(model, input_ids=text) for text in texts])

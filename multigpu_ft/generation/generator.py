@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -61,52 +61,48 @@ from ..run.secrets import hide_secrets, use_secrets
 from ..tracking.metrics import RunLog, peak_memory
 
 # %% ../../nbs/generation/09_generator.ipynb #7b01e865
-def fine_tuned_of(job: GenerationJob, cfg: RunConfig) -> FineTuned | None:
-    "Return the fine-tuned model that answers, or None if the base model does."
-    if not job.subject:
-        return None
-    path = Path(job.subject)
-    if (path / COMMIT_FILE).exists():
-        return fine_tuned_checkpoint(path, cfg.model)
-    return fine_tuned_export(path, base=cfg.model)
+def _join_store() -> dist.Store:
+    "Connect to the store that torchrun keeps."
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(hours=2))
+    return dist.PrefixStore("generation", store)
 
 
-def _weights(fine_tuned: FineTuned | None, cfg: RunConfig) -> list[Any]:
-    "Return what identifies the weights."
-    if Path(cfg.model).exists():
-        base = content_sample(Path(cfg.model))
-    else:
-        base = [cfg.model, cfg.revision, cfg.seed if cfg.model.startswith("builtin:") else None]
-    if fine_tuned is None:
-        return [base]
-    if fine_tuned.is_checkpoint:
-        return [base, commit_digest(read_commit(fine_tuned.path))]
-    return [base, content_sample(fine_tuned.path)]
+def _world_apart() -> World:
+    "Return the ranks' world without a process group."
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    return World(*(int(os.environ[name]) for name in names), torch.device("cpu"))
 
 
-def _ends(stop: tuple[str, ...], tokenizer: Any) -> Callable[[list[int]], bool]:
-    "Return a function that says whether a `stop` text ends in the last few tokens of a list."
-    if not stop:
-        return lambda tokens: False
-    longest = 4 + max(len(text.encode()) for text in stop)  # a token is at least one byte
+class _Ranks:
+    "The ranks of a generation: how they find each other, and wait for each other."
 
-    def ends(tokens: list[int]) -> bool:
-        text = tokenizer.decode(tokens[-longest:])
-        return any(word in text for word in stop)
+    def __init__(self, run_dir: RunDir, cfg: RunConfig, engine: str) -> None:
+        self.world = _world_apart() if engine == "vllm" else join_world(cfg)
+        self.store = _join_store()
+        self.run_log = RunLog(run_dir, self.world.is_main)
+        self._share_process_ids(run_dir)
+        self.heartbeat = Heartbeat(run_dir.beat_file(self.world.rank))
+        self.heartbeat(IDLE)
 
-    return ends
+    def _share_process_ids(self, run_dir: RunDir) -> None:
+        self.store.set(f"pid/{self.world.rank}", str(os.getpid()))
+        pids = [int(self.store.get(f"pid/{rank}")) for rank in range(self.world.size)]
+        self.run_log.status(
+            pids={**run_dir.status().get("pids", {}), "ranks": pids},
+            host=socket.gethostname(),
+            world_size=self.world.size,
+        )
 
-
-def _without_reward(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in ("reward", "reward_error")}
-
-
-def _text(answer: Answer, eos: frozenset[int], stop: tuple[str, ...], tokenizer: Any) -> str:
-    "Return the answer's text up to the first `stop` text."
-    tokens = answer.tokens[:-1] if answer.tokens[-1] in eos else answer.tokens
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
-    found = [start for word in stop if (start := text.find(word)) >= 0]
-    return text[: min(found, default=len(text))].strip()
+    def meet(self, where: str, meanwhile: Callable[[], None] | None = None) -> None:
+        "Wait for the other ranks. Calls `meanwhile` again and again, or else says that it is idle."
+        self.store.add(where, 1)
+        while self.store.add(where, 0) < self.world.size:
+            if meanwhile:
+                meanwhile()
+            else:
+                self.heartbeat(IDLE)
+            time.sleep(0.05)
 
 # %% ../../nbs/generation/09_generator.ipynb #323a08fd
 @dataclass(frozen=True)
@@ -180,22 +176,183 @@ class _VLLM:
         )
         return lambda rows: start_vllm(cfg, fine_tuned, rank, rows, capacity, rules, stop)
 
+# %% ../../nbs/generation/09_generator.ipynb #1d342d33
+def fine_tuned_of(job: GenerationJob, cfg: RunConfig) -> FineTuned | None:
+    "Return the fine-tuned model that answers, or None if the base model does."
+    if not job.subject:
+        return None
+    path = Path(job.subject)
+    if (path / COMMIT_FILE).exists():
+        return fine_tuned_checkpoint(path, cfg.model)
+    return fine_tuned_export(path, base=cfg.model)
 
-def _world_apart() -> World:
-    "Return the ranks' world without a process group."
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    return World(*(int(os.environ[name]) for name in names), torch.device("cpu"))
+
+def _load_tokenizer(
+    cfg: RunConfig, job: GenerationJob, remark: Callable[[str], None]
+) -> tuple[Any, tuple[str, ...]]:
+    "Return the tokenizer with its chat template, and the stop strings."
+    own = cfg.replace(model=job.tokenizer, revision=None) if job.tokenizer else cfg
+    tokenizer = load_tokenizer(own)
+    if job.chat_template:
+        tokenizer.chat_template = job.chat_template
+    if tokenizer.chat_template != PLAIN_CHAT:
+        return tokenizer, job.stop
+    remark(
+        f"the tokenizer of {cfg.model} has no chat template, so conversations are "
+        "plain text: 'user: ...', 'assistant:'"
+    )
+    return tokenizer, (*job.stop, "\nuser:")  # a base model would write the next question
+
+
+class _Inputs:
+    "A rank's model, its tokenizer, and the questions."
+
+    def __init__(self, cfg: RunConfig, job: GenerationJob, ranks: _Ranks) -> None:
+        self.fine_tuned = fine_tuned_of(job, cfg)
+        self.tokenizer, self.stop = _load_tokenizer(cfg, job, ranks.run_log.remark)
+        questions, self.left_out = load_questions(cfg, job.question_field, job.system_prompt)
+        self.total = len(questions) + len(self.left_out)
+        load = _VLLM if job.engine == "vllm" else _Transformers
+        self.model = load(_Source(cfg, job, self.fine_tuned, ranks.world, self.tokenizer))
+        text_config = self.model.config.get_text_config()
+        self.positions = getattr(text_config, "max_position_embeddings", None)
+        tokenized = tokenize_questions(
+            questions, self.tokenizer, self.positions, self.left_out, job.enable_thinking
+        )
+        self.questions = {question.number: question for question in tokenized}
+
+# %% ../../nbs/generation/09_generator.ipynb #21ba533e
+def _weights(fine_tuned: FineTuned | None, cfg: RunConfig) -> list[Any]:
+    "Return what identifies the weights."
+    if Path(cfg.model).exists():
+        base = content_sample(Path(cfg.model))
+    else:
+        base = [cfg.model, cfg.revision, cfg.seed if cfg.model.startswith("builtin:") else None]
+    if fine_tuned is None:
+        return [base]
+    if fine_tuned.is_checkpoint:
+        return [base, commit_digest(read_commit(fine_tuned.path))]
+    return [base, content_sample(fine_tuned.path)]
+
+
+def _ends(stop: tuple[str, ...], tokenizer: Any) -> Callable[[list[int]], bool]:
+    "Return a function that says whether a `stop` text ends in the last few tokens of a list."
+    if not stop:
+        return lambda tokens: False
+    longest = 4 + max(len(text.encode()) for text in stop)  # a token is at least one byte
+
+    def ends(tokens: list[int]) -> bool:
+        text = tokenizer.decode(tokens[-longest:])
+        return any(word in text for word in stop)
+
+    return ends
+
+
+def _text(answer: Answer, eos: frozenset[int], stop: tuple[str, ...], tokenizer: Any) -> str:
+    "Return the answer's text up to the first `stop` text."
+    tokens = answer.tokens[:-1] if answer.tokens[-1] in eos else answer.tokens
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    found = [start for word in stop if (start := text.find(word)) >= 0]
+    return text[: min(found, default=len(text))].strip()
+
+# %% ../../nbs/generation/09_generator.ipynb #91aeb1a2
+class _Plan:
+    "The requested answers: how they are sampled, their keys, and which of them are missing."
+
+    def __init__(self, cfg: RunConfig, job: GenerationJob, inputs: _Inputs, shards: Path) -> None:
+        self._job, self._inputs, self._shards = job, inputs, shards
+        settings, tokenizer = inputs.model.settings, inputs.tokenizer
+        self.sampling = Sampling.of(settings, job.temperature, job.top_p, job.top_k)
+        eos = end_tokens(settings, tokenizer.eos_token_id, closing_token(tokenizer))
+        self.rules = Rules(self.sampling, eos, _ends(inputs.stop, tokenizer))
+        self.requests = [request for q in self._by_length() for request in self._ask(q)]
+        self.keys = self._make_keys(_weights(inputs.fine_tuned, cfg))
+        there = read_shards(shards)
+        self.missing = [r for r in self.requests if self.keys[r.key] not in there]
+        self.found = {name: there[key] for name, key in self.keys.items() if key in there}
+        self.left_out = len(inputs.left_out)
+        self._others = len(there) - len(self.found)
+
+    def _by_length(self) -> list[Question]:
+        "Return the questions, longest first."
+        return sorted(self._inputs.questions.values(), key=lambda q: (-len(q.prompt), q.number))
+
+    def _ask(self, question: Question) -> Iterator[Request]:
+        limit, positions = self._job.max_new_tokens, self._inputs.positions
+        if positions:
+            limit = min(limit, positions - len(question.prompt))
+        for sample in range(self._job.num_sequences_per_question):
+            seed = sequence_seed(self._job.seed, question.number, sample)
+            yield Request((question.number, sample), question.prompt, seed, limit)
+
+    def _make_keys(self, weights: list[Any]) -> dict[tuple[int, int], str]:
+        about = {
+            **self._inputs.model.about,
+            **vars(self.sampling),
+            "weights": weights,
+            "eos": sorted(self.rules.eos),
+            "stop": self._inputs.stop,
+        }
+        return {
+            request.key: answer_key({**about, "limit": request.limit}, request.prompt, request.seed)
+            for request in self.requests
+        }
+
+    def remarks(self) -> Iterator[str]:
+        "Yield what the user should know before the first answer."
+        yield from self._inputs.left_out.remarks(self._inputs.total)
+        if self._others:
+            yield (
+                f"{self._others:,} existing answers don't count: "
+                "they were made with other settings or to other questions"
+            )
+        longest = self._job.max_new_tokens
+        if short := sum(request.limit < longest for request in self.requests):
+            yield (
+                f"{short:,} answers are limited to fewer than "
+                f"max_new_tokens={longest} tokens: the model has no more positions"
+            )
+
+    def records(self) -> dict[tuple[int, int], dict[str, Any]]:
+        "Return the records of the requested answers in the shards, in the order of the questions."
+        lines = read_shards(self._shards)
+        there = {key: lines.get(self.keys[key]) for key in sorted(self.keys)}
+        return {key: line["record"] for key, line in there.items() if line}
+
+# %% ../../nbs/generation/09_generator.ipynb #d5836fcb
+def _load_reward(run_dir: RunDir, job: GenerationJob) -> Callable[..., Any] | None:
+    packed = run_dir.path / "reward.pkl"
+    if packed.exists():
+        return pickle.loads(packed.read_bytes())[0]
+    return load_reward(job.reward) if job.reward else None
+
+
+class _Rating:
+    "The reward function, and which answers it accepts: all of them if there is none."
+
+    def __init__(self, function: Callable[..., Any] | None, job: GenerationJob) -> None:
+        self.function, self._name, self._above = function, job.reward, job.reward_above
+
+    def rate(self, line: dict[str, Any], question: Question) -> dict[str, Any]:
+        "Return a shard's `line` with the reward of its record."
+        record = rewarded(self.function, line["record"], question.row)
+        return {**line, "record": record, "reward_by": self._name}
+
+    def has_rated(self, line: dict[str, Any]) -> bool:
+        return line.get("reward_by") == self._name and "reward_error" not in line["record"]
+
+    def accepts(self, record: dict[str, Any]) -> bool:
+        if not self.function:
+            return True
+        return record.get("reward") is not None and record["reward"] > self._above
+
+
+def _without_reward(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in ("reward", "reward_error")}
 
 # %% ../../nbs/generation/09_generator.ipynb #afed8380
 _COUNTED = ("sequences", "tokens", "accepted", "reward_errors")
 _LOG_EVERY_S = 2.0
-
-
-def _join_store() -> dist.Store:
-    "Connect to the store that torchrun keeps."
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(hours=2))
-    return dist.PrefixStore("generation", store)
 
 
 class _SharedCounts:
@@ -236,194 +393,106 @@ class _SpeedLog:
             "tokens_per_second": tokens / seconds,
         }
 
-# %% ../../nbs/generation/09_generator.ipynb #1e25fadc
+# %% ../../nbs/generation/09_generator.ipynb #77a7e353
 _TELL_EVERY_S, _SPARE_S = 0.3, 60.0
 
 
-class Generation:
-    "One rank's part of a generation: the model, the missing answers, and the loop."
+def _is_out_of_time(run_dir: RunDir, max_hours: float | None) -> bool:
+    status = run_dir.status()
+    ends = [status["session_end"] - _SPARE_S] if status.get("session_end") else []
+    if max_hours:
+        ends.append(status.get("launched", time.time()) + max_hours * 3600)
+    return bool(ends) and time.time() > min(ends)
 
-    def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
-        self.run_dir, self.stop = run_dir, stop
-        self.cfg, self.job = run_dir.config(), GenerationJob.read(run_dir)
-        logging.disable_progress_bar()
-        use_secrets()
-        self._join()
-        self._load()
-        self._plan()
-        self._meet("read")  # before a rank writes: all must find the same answers missing
-        self.shard = Shard(run_dir.path / "samples" / f"rank{self.world.rank}.jsonl")
-        self.counts = _SharedCounts(self.store, self.world.is_main)
-        self.speed_log = _SpeedLog()
-        self.is_stopping, self._told = False, 0.0
 
-    def _join(self) -> None:
-        "Connect to the other ranks, and say which processes they are."
-        self.world = _world_apart() if self.job.engine == "vllm" else join_world(self.cfg)
-        self.store = _join_store()
-        self.run_log = RunLog(self.run_dir, self.world.is_main)
-        self.store.set(f"pid/{self.world.rank}", str(os.getpid()))
-        pids = [int(self.store.get(f"pid/{rank}")) for rank in range(self.world.size)]
-        self.run_log.status(
-            pids={**self.run_dir.status().get("pids", {}), "ranks": pids},
-            host=socket.gethostname(),
-            world_size=self.world.size,
+class _Progress:
+    "The progress of all ranks: shared between them, shown to the user, and ended by a stop."
+
+    def __init__(
+        self, run_dir: RunDir, ranks: _Ranks, stop: StopSignal, found: int, is_rated: bool
+    ) -> None:
+        self._run_dir, self._ranks, self._stop = run_dir, ranks, stop
+        self._cfg = run_dir.config()
+        self._found, self._is_rated = found, is_rated
+        self.counts = _SharedCounts(ranks.store, ranks.world.is_main)
+        self.is_stopping = False
+        self._speed_log, self._told = _SpeedLog(), 0.0
+
+    def look(self) -> None:
+        "Write a heartbeat, and now and then share the counters and see whether to stop."
+        self._ranks.heartbeat("decoding")
+        if time.monotonic() - self._told > _TELL_EVERY_S:
+            self.tell()
+
+    def tell(self, last: bool = False) -> None:
+        "Share the counters with the other ranks; the main rank also reports to the user."
+        self._told = time.monotonic()
+        self.counts.share()
+        if self.counts.should_stop(self._wants_to_stop()):
+            self.is_stopping = True
+        if not self._ranks.world.is_main:
+            return
+        done = self._found + self.counts.totals["sequences"]
+        status = {"slice_step": done, "step": done}
+        if self.is_stopping:
+            status["state"] = "stopping"
+        run_log = self._ranks.run_log
+        (run_log.status if last else run_log.heartbeat)(**status)
+        if speeds := self._speed_log.speeds(self.counts.totals, last):
+            self._log(done, speeds)
+
+    def _wants_to_stop(self) -> bool:
+        if self._stop.requested:
+            return True
+        return self._ranks.world.is_main and (
+            self._run_dir.stop_requested() or _is_out_of_time(self._run_dir, self._cfg.max_hours)
         )
-        self.heartbeat = Heartbeat(self.run_dir.beat_file(self.world.rank))
-        self.heartbeat(IDLE)
 
-    def _meet(self, where: str) -> None:
-        "Wait for the other ranks."
-        self.store.add(where, 1)
-        while self.store.add(where, 0) < self.world.size:
-            self.heartbeat(IDLE)
-            time.sleep(0.05)
-
-    def _load(self) -> None:
-        "Load the reward, the tokenizer, the questions and the model."
-        self.reward = self._load_reward()
-        self.fine_tuned = fine_tuned_of(self.job, self.cfg)
-        cfg = self.cfg
-        if self.job.tokenizer:
-            cfg = cfg.replace(model=self.job.tokenizer, revision=None)
-        self.tokenizer = load_tokenizer(cfg)
-        self.stop_strings = self._choose_template()
-        questions, self.left_out = load_questions(
-            self.cfg, self.job.question_field, self.job.system_prompt
+    def _log(self, done: int, speeds: dict[str, float]) -> None:
+        names = ("accepted", "reward_errors") if self._is_rated else ()
+        self._ranks.run_log.log(
+            {
+                "step": done,
+                **speeds,
+                **{name: self.counts.totals[name] for name in names},
+                "peak_memory_gib": [round(peak_memory(self._ranks.world.device) / 2**30, 3)],
+                "time": time.time(),
+            }
         )
-        self.total_questions = len(questions) + len(self.left_out)
-        load = _VLLM if self.job.engine == "vllm" else _Transformers
-        self.model = load(_Source(self.cfg, self.job, self.fine_tuned, self.world, self.tokenizer))
-        text_config = self.model.config.get_text_config()
-        self.positions = getattr(text_config, "max_position_embeddings", None)
-        tokenized = tokenize_questions(
-            questions, self.tokenizer, self.positions, self.left_out, self.job.enable_thinking
-        )
-        self.questions = {question.number: question for question in tokenized}
-
-    def _load_reward(self) -> Callable[..., Any] | None:
-        packed = self.run_dir.path / "reward.pkl"
-        if packed.exists():
-            return pickle.loads(packed.read_bytes())[0]
-        return load_reward(self.job.reward) if self.job.reward else None
-
-    def _choose_template(self) -> tuple[str, ...]:
-        "Give the tokenizer its chat template. Returns the stop strings."
-        if self.job.chat_template:
-            self.tokenizer.chat_template = self.job.chat_template
-        if self.tokenizer.chat_template != PLAIN_CHAT:
-            return self.job.stop
-        self.run_log.remark(
-            f"the tokenizer of {self.cfg.model} has no chat template, so conversations are "
-            "plain text: 'user: ...', 'assistant:'"
-        )
-        return (*self.job.stop, "\nuser:")  # a base model would write the next question
-
-    def _plan(self) -> None:
-        "List the requested answers, and those of them that are missing."
-        self.rules = self._make_rules()
-        self.requests = self._make_requests()
-        there = read_shards(self.run_dir.path / "samples")
-        keys = {request.key: self.keys[request.key] for request in self.requests}
-        self.missing = [r for r in self.requests if keys[r.key] not in there]
-        self.found = {name: there[key] for name, key in keys.items() if key in there}
-        self._report_oddities(len(there))
-
-    def _make_rules(self) -> Rules:
-        settings, job = self.model.settings, self.job
-        self.sampling = Sampling.of(settings, job.temperature, job.top_p, job.top_k)
-        eos = end_tokens(settings, self.tokenizer.eos_token_id, closing_token(self.tokenizer))
-        return Rules(self.sampling, eos, _ends(self.stop_strings, self.tokenizer))
-
-    def _make_requests(self) -> list[Request]:
-        "Return all requests, longest questions first, and set their keys."
-        about = {
-            **self.model.about,
-            **vars(self.sampling),
-            "weights": _weights(self.fine_tuned, self.cfg),
-            "eos": sorted(self.rules.eos),
-            "stop": self.stop_strings,
-        }
-        self.keys, requests = {}, []
-        for question in sorted(self.questions.values(), key=lambda q: (-len(q.prompt), q.number)):
-            limit = self.job.max_new_tokens
-            if self.positions:
-                limit = min(limit, self.positions - len(question.prompt))
-            for sample in range(self.job.num_sequences_per_question):
-                seed = sequence_seed(self.job.seed, question.number, sample)
-                request = Request((question.number, sample), question.prompt, seed, limit)
-                requests.append(request)
-                decisive = {**about, "limit": limit}
-                self.keys[request.key] = answer_key(decisive, question.prompt, seed)
-        return requests
-
-    def _report_oddities(self, written: int) -> None:
-        for remark in self.left_out.remarks(self.total_questions):
-            self.run_log.remark(remark)
-        if others := written - len(self.found):
-            self.run_log.remark(
-                f"{others:,} existing answers don't count: "
-                "they were made with other settings or to other questions"
-            )
-        if short := sum(r.limit < self.job.max_new_tokens for r in self.requests):
-            self.run_log.remark(
-                f"{short:,} answers are limited to fewer than "
-                f"max_new_tokens={self.job.max_new_tokens} tokens: the model has no more positions"
+        if self._ranks.store.check(["rows"]):
+            self._ranks.run_log.remark(
+                f"not enough memory for batch_size={self._cfg.batch_size}: "
+                f"used {int(self._ranks.store.get('rows'))} sequences at a time"
             )
 
-    def run(self) -> dict[str, Any]:
-        "Make the missing answers until all are made or a stop is requested. Returns the last status."
-        self._begun = time.monotonic()
-        self.run_log.status(
-            state="running",
-            total_steps=len(self.requests),
-            slice_step=len(self.found),
-            device=self.world.device.type,
-            **self.model.about,
-            sampling=vars(self.sampling),
-            questions=len(self.questions),
-        )
-        if self.world.is_main:
-            self.store.set("running", "1")
-        # A run that is stopped while it starts is killed; no rank may write answers before that.
-        self.store.get("running")
-        if self.world.is_main:
-            self._rate_again()
-        rows = min(self.cfg.batch_size, -(-len(self.missing) // self.world.size))
-        if rows:
-            with torch.no_grad():
-                self._decode(Queue(self.store, share_out(self.missing, self.world.size)), rows)
-        self._tell(last=True)
-        self.store.add("ended", 1)
-        while self.store.add("ended", 0) < self.world.size:
-            self._look()
-            time.sleep(0.05)
-        self._tell(last=True)
-        self.heartbeat(IDLE)
-        return self._outcome() if self.world.is_main else {}
+# %% ../../nbs/generation/09_generator.ipynb #89228f71
+class _Writer:
+    "Writes a rank's finished answers to its shard, with their rewards, and counts them."
 
-    def _decode(self, queue: Queue, rows: int) -> None:
-        capacity = max(len(r.prompt) + r.limit for r in self.missing)
-        make_decoder = self.model.decoder_maker(
-            self.rules, capacity, self.stop_strings, self.run_log.remark
-        )
-        for answers in decode(queue, make_decoder, rows, self._use_fewer_rows):
-            for answer in answers:
-                self._keep(answer)
-            self._look()
-            if self.is_stopping:
-                return
+    def __init__(
+        self, shard: Shard, inputs: _Inputs, plan: _Plan, rating: _Rating, counts: _SharedCounts
+    ) -> None:
+        self._shard, self._inputs, self._plan = shard, inputs, plan
+        self._rating, self._counts = rating, counts
 
-    def _use_fewer_rows(self, rows: int) -> None:
-        print(f"out of memory; continuing with {rows} sequences at a time", flush=True)
-        self.store.set("rows", str(rows))
-
-    def _keep(self, answer: Answer) -> None:
-        "Write a finished answer to the shard."
+    def keep(self, answer: Answer) -> None:
+        "Write a finished answer."
         number, sample = answer.request.key
-        question = self.questions[number]
-        text = _text(answer, self.rules.eos, self.stop_strings, self.tokenizer)
-        record = {
+        question = self._inputs.questions[number]
+        line = {
+            "key": self._plan.keys[answer.request.key],
+            "question": number,
+            "sample": sample,
+            "record": self._record(answer, question),
+        }
+        self._write(line, question)
+        self._counts.own["sequences"] += 1
+        self._counts.own["tokens"] += len(answer.tokens)
+
+    def _record(self, answer: Answer, question: Question) -> dict[str, Any]:
+        inputs, (number, sample) = self._inputs, answer.request.key
+        text = _text(answer, self._plan.rules.eos, inputs.stop, inputs.tokenizer)
+        return {
             "messages": [*question.messages, {"role": "assistant", "content": text}],
             "question_id": question.row.get("question_id", question.row.get("id", number)),
             "sample_id": sample,
@@ -432,118 +501,23 @@ class Generation:
             "prompt_tokens": len(question.prompt),
             "completion_tokens": len(answer.tokens),
         }
-        key = self.keys[answer.request.key]
-        line = {"key": key, "question": number, "sample": sample, "record": record}
-        self._write(line, question)
-        self.counts.own["sequences"] += 1
-        self.counts.own["tokens"] += len(answer.tokens)
 
     def _write(self, line: dict[str, Any], question: Question) -> None:
-        "Add `line` to the shard, with the answer's reward."
-        if self.reward:
-            record = rewarded(self.reward, line["record"], question.row)
-            line = {**line, "record": record, "reward_by": self.job.reward}
-            self.counts.own["accepted"] += self._is_good(record)
-            self.counts.own["reward_errors"] += "reward_error" in record
-        self.shard.add(line)
+        if self._rating.function:
+            line = self._rating.rate(line, question)
+            self._counts.own["accepted"] += self._rating.accepts(line["record"])
+            self._counts.own["reward_errors"] += "reward_error" in line["record"]
+        self._shard.add(line)
 
-    def _is_good(self, record: dict[str, Any]) -> bool:
-        if not self.reward:
-            return True
-        return record.get("reward") is not None and record["reward"] > self.job.reward_above
-
-    def _rate_again(self) -> None:
+    def rate_found(self) -> None:
         "Rate existing answers that this reward function has not rated, or has failed on."
-        for line in self.found.values() if self.reward else ():
+        for line in self._plan.found.values() if self._rating.function else ():
             record = line["record"]
-            if line.get("reward_by") == self.job.reward and "reward_error" not in record:
-                self.counts.own["accepted"] += self._is_good(record)
+            if self._rating.has_rated(line):
+                self._counts.own["accepted"] += self._rating.accepts(record)
             else:
-                question = self.questions[line["question"]]
+                question = self._inputs.questions[line["question"]]
                 self._write({**line, "record": _without_reward(record)}, question)
-
-    def _look(self) -> None:
-        "Write a heartbeat, and now and then share the counters and see whether to stop."
-        self.heartbeat("decoding")
-        if time.monotonic() - self._told > _TELL_EVERY_S:
-            self._tell()
-
-    def _tell(self, last: bool = False) -> None:
-        "Share the counters with the other ranks; the main rank also reports to the user."
-        self._told = time.monotonic()
-        self.counts.share()
-        if self.counts.should_stop(self._wants_to_stop()):
-            self.is_stopping = True
-        if not self.world.is_main:
-            return
-        done = len(self.found) + self.counts.totals["sequences"]
-        status = {"slice_step": done, "step": done}
-        if self.is_stopping:
-            status["state"] = "stopping"
-        (self.run_log.status if last else self.run_log.heartbeat)(**status)
-        if speeds := self.speed_log.speeds(self.counts.totals, last):
-            self._log(done, speeds)
-
-    def _wants_to_stop(self) -> bool:
-        if self.stop.requested:
-            return True
-        return self.world.is_main and (self.run_dir.stop_requested() or self._is_out_of_time())
-
-    def _log(self, done: int, speeds: dict[str, float]) -> None:
-        names = ("accepted", "reward_errors") if self.reward else ()
-        self.run_log.log(
-            {
-                "step": done,
-                **speeds,
-                **{name: self.counts.totals[name] for name in names},
-                "peak_memory_gib": [round(peak_memory(self.world.device) / 2**30, 3)],
-                "time": time.time(),
-            }
-        )
-        if self.store.check(["rows"]):
-            self.run_log.remark(
-                f"not enough memory for batch_size={self.cfg.batch_size}: "
-                f"used {int(self.store.get('rows'))} sequences at a time"
-            )
-
-    def _is_out_of_time(self) -> bool:
-        status = self.run_dir.status()
-        ends = [status["session_end"] - _SPARE_S] if status.get("session_end") else []
-        if self.cfg.max_hours:
-            ends.append(status.get("launched", time.time()) + self.cfg.max_hours * 3600)
-        return bool(ends) and time.time() > min(ends)
-
-    def _outcome(self) -> dict[str, Any]:
-        "Write the output once all answers are there. Returns the last status."
-        seconds = time.monotonic() - self._begun
-        records = self._records()
-        made = _numbers(records, self.counts.totals, seconds)
-        made["left_out"] = len(self.left_out)
-        made["accepted"] = sum(map(self._is_good, records.values())) if self.reward else None
-        failed = [record["reward_error"] for record in records.values() if "reward_error" in record]
-        if failed:
-            self.run_log.remark(
-                f"the reward function failed on {len(failed):,} of {len(records):,} answers, "
-                f"which are left out; the first error: {failed[0]}"
-            )
-        if len(records) < len(self.requests):
-            message = (
-                f"{len(records):,} of {len(self.requests):,} answers are made; "
-                "the same call makes the rest"
-            )
-            return {"state": "stopped", "generated": made, "message": message}
-        good = {key: record for key, record in records.items() if self._is_good(record)}
-        made["written"] = _write_output(self.job, good)
-        return {"state": "done", "generated": made, "message": None}
-
-    def _records(self) -> dict[tuple[int, int], dict[str, Any]]:
-        "Return the records of the requested answers in the shards, in the order of the questions."
-        lines = read_shards(self.run_dir.path / "samples")
-        keys = sorted(request.key for request in self.requests)
-        records = {key: lines[self.keys[key]]["record"] for key in keys if self.keys[key] in lines}
-        if self.reward:
-            return records
-        return {key: _without_reward(record) for key, record in records.items()}
 
 # %% ../../nbs/generation/09_generator.ipynb #fa3dd9b0
 def _numbers(
@@ -573,6 +547,109 @@ def _write_output(
         job.output: write_records(Path(job.output), train),
         job.val_output: write_records(Path(job.val_output), val),
     }
+
+
+def _finish(
+    job: GenerationJob,
+    plan: _Plan,
+    rating: _Rating,
+    totals: dict[str, int],
+    seconds: float,
+    remark: Callable[[str], None],
+) -> dict[str, Any]:
+    "Write the output if all requested answers are there. Returns the last status."
+    records, requested = plan.records(), len(plan.requests)
+    if not rating.function:
+        records = {key: _without_reward(record) for key, record in records.items()}
+    good = {key: record for key, record in records.items() if rating.accepts(record)}
+    made = {
+        **_numbers(records, totals, seconds),
+        "left_out": plan.left_out,
+        "accepted": len(good) if rating.function else None,
+    }
+    failed = [record["reward_error"] for record in records.values() if "reward_error" in record]
+    if failed:
+        remark(
+            f"the reward function failed on {len(failed):,} of {len(records):,} answers, "
+            f"which are left out; the first error: {failed[0]}"
+        )
+    if len(records) < requested:
+        message = (
+            f"{len(records):,} of {requested:,} answers are made; the same call makes the rest"
+        )
+        return {"state": "stopped", "generated": made, "message": message}
+    made["written"] = _write_output(job, good)
+    return {"state": "done", "generated": made, "message": None}
+
+# %% ../../nbs/generation/09_generator.ipynb #1e25fadc
+class Generation:
+    "One rank's part of a generation: it loads the model and makes the missing answers."
+
+    def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
+        self.cfg, self.job = run_dir.config(), GenerationJob.read(run_dir)
+        logging.disable_progress_bar()
+        use_secrets()
+        self._ranks = _Ranks(run_dir, self.cfg, self.job.engine)
+        self.run_log, samples = self._ranks.run_log, run_dir.path / "samples"
+        self._rating = _Rating(_load_reward(run_dir, self.job), self.job)
+        self._inputs = _Inputs(self.cfg, self.job, self._ranks)
+        self._plan = _Plan(self.cfg, self.job, self._inputs, samples)
+        for remark in self._plan.remarks():
+            self.run_log.remark(remark)
+        self._ranks.meet("read")  # before a rank writes: all must find the same answers missing
+        shard = Shard(samples / f"rank{self._ranks.world.rank}.jsonl")
+        found, is_rated = len(self._plan.found), bool(self._rating.function)
+        self._progress = _Progress(run_dir, self._ranks, stop, found, is_rated)
+        counts = self._progress.counts
+        self._writer = _Writer(shard, self._inputs, self._plan, self._rating, counts)
+
+    def run(self) -> dict[str, Any]:
+        "Make the missing answers until all are made or a stop is requested. Returns the last status."
+        begun, world, store = time.monotonic(), self._ranks.world, self._ranks.store
+        self.run_log.status(
+            state="running",
+            total_steps=len(self._plan.requests),
+            slice_step=len(self._plan.found),
+            device=world.device.type,
+            **self._inputs.model.about,
+            sampling=vars(self._plan.sampling),
+            questions=len(self._inputs.questions),
+        )
+        if world.is_main:
+            store.set("running", "1")
+        # A run that is stopped while it starts is killed; no rank may write answers before that.
+        store.get("running")
+        if world.is_main:
+            self._writer.rate_found()
+        missing = self._plan.missing
+        rows = min(self.cfg.batch_size, -(-len(missing) // world.size))
+        if rows:
+            with torch.no_grad():
+                self._decode(Queue(store, share_out(missing, world.size)), rows)
+        self._progress.tell(last=True)
+        self._ranks.meet("ended", self._progress.look)
+        self._progress.tell(last=True)
+        self._ranks.heartbeat(IDLE)
+        if not world.is_main:
+            return {}
+        seconds, totals = time.monotonic() - begun, self._progress.counts.totals
+        return _finish(self.job, self._plan, self._rating, totals, seconds, self.run_log.remark)
+
+    def _decode(self, queue: Queue, rows: int) -> None:
+        capacity = max(len(r.prompt) + r.limit for r in self._plan.missing)
+        make_decoder = self._inputs.model.decoder_maker(
+            self._plan.rules, capacity, self._inputs.stop, self.run_log.remark
+        )
+        for answers in decode(queue, make_decoder, rows, self._use_fewer_rows):
+            for answer in answers:
+                self._writer.keep(answer)
+            self._progress.look()
+            if self._progress.is_stopping:
+                return
+
+    def _use_fewer_rows(self, rows: int) -> None:
+        print(f"out of memory; continuing with {rows} sequences at a time", flush=True)
+        self._ranks.store.set("rows", str(rows))
 
 # %% ../../nbs/generation/09_generator.ipynb #b0eadc5f
 def main(run_dir: RunDir, stop: StopSignal) -> None:

@@ -33,10 +33,93 @@ from ..run.config import RunConfig
 from ..run.errors import CheckpointError, ModelError
 from ..training.setup import load_base, self_check
 
-# %% ../../nbs/generation/04_inference_model.ipynb #81e403cc
+# %% ../../nbs/generation/04_inference_model.ipynb #8af95bd2
+def _put_on(fine_tuned: FineTuned, model: nn.Module, cfg: RunConfig) -> nn.Module:
+    "Add an adapter of the same kind as that of `fine_tuned`; its weights are loaded later."
+    if fine_tuned.is_checkpoint:
+        return add_adapter(cfg, model)
+    from peft import PeftConfig, get_peft_model
+
+    adapter = PeftConfig.from_pretrained(str(fine_tuned.path))
+    adapter.inference_mode = False
+    return get_peft_model(model, adapter)
+
+
+def _fill_adapter(model: nn.Module, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Copy the weights of the adapter in `folder` into the trainable parameters of `model`.
+
+    Raises `CheckpointError` if one is missing or has another shape."""
+    path = folder / "adapter_model.safetensors"
+    if not path.exists():
+        raise CheckpointError(f"{folder} has no {path.name}.")
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        names = set(file.keys())
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            # the name peft saves it under
+            key = name.replace(".modules_to_save.default", "").replace(".default", "")
+            shape = file.get_slice(key).get_shape() if key in names else None
+            if shape != list(parameter.shape):
+                found = f"has shape {shape}" if shape is not None else "is missing"
+                raise CheckpointError(
+                    f"{folder} is not an adapter of this model: {key} {found}, "
+                    f"expected shape {list(parameter.shape)}."
+                )
+            parameter.copy_(_like(parameter, file.get_tensor(key).to(device, dtype)))
+
+
+def _like(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+    "Return `tensor`, shared out between the ranks if `parameter` is. A collective then."
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+
+# %% ../../nbs/generation/04_inference_model.ipynb #1ce143a5
 _FILLED = 0.8  # share of the free memory for weights, the rest is for activations
 
 
+def _is_to_be_sharded(cfg: RunConfig, world: World, needed: int, quantization: str) -> bool:
+    """Return whether FSDP shards a model of `needed` bytes over the ranks. A collective.
+
+    Raises `ModelError` if it would have to, and can't."""
+    fits = world.max(float(needed > _FILLED * free_bytes(world.device))) == 0
+    sharded = cfg.strategy == "fsdp" or (cfg.strategy == "auto" and not fits and world.size > 1)
+    if sharded and quantization == "8bit":
+        raise ModelError(
+            f"{cfg.model} in 8 bit takes {needed / 2**30:.1f} GiB and does not fit into one GPU, "
+            "and FSDP can't shard 8-bit weights; use quantization='4bit' or a smaller model."
+        )
+    return sharded
+
+
+def _share_generation_settings(model: nn.Module, world: World) -> None:
+    "Give all ranks the generation settings that rank 0 has read. A collective."
+    settings = [model.generation_config if world.is_main else None]
+    dist.broadcast_object_list(settings, src=0)
+    model.generation_config = settings[0]
+
+
+def _prepare_strategy(
+    cfg: RunConfig,
+    world: World,
+    model: nn.Module,
+    is_classifier: bool,
+    sharded: bool,
+    streamed: Any,
+) -> Single:
+    "Give the model a strategy that casts nothing, since the weights have their dtype already."
+    how = cfg.replace(
+        dtype="fp32", strategy="auto", communication="micro_batch", sharding="full_shard"
+    )
+    strategy = (FSDP if sharded else Single)(how, world)
+    core = ClassifierLoss(model) if is_classifier else LossModel(model)
+    strategy.prepare(core, lambda _: None, streamed)
+    return strategy
+
+# %% ../../nbs/generation/04_inference_model.ipynb #81e403cc
 class Loaded:
     "A model on all ranks, with the weights of the base or one fine-tuned model at a time."
 
@@ -53,43 +136,23 @@ class Loaded:
         self.dtype = compute_dtype(cfg.dtype, world.device)
         shell = load_shell(cfg, tokenizer, label_names, self.dtype).requires_grad_(False)
         needed = frozen_bytes(shell, self.dtype, quantization)
-        fits = world.max(float(needed > _FILLED * free_bytes(world.device))) == 0
-        self.sharded = cfg.strategy == "fsdp" or (
-            cfg.strategy == "auto" and not fits and world.size > 1
-        )
-        if self.sharded and quantization == "8bit":
-            raise ModelError(
-                f"{cfg.model} in 8 bit takes {needed / 2**30:.1f} GiB and does not fit into one GPU, "
-                "and FSDP can't shard 8-bit weights; use quantization='4bit' or a smaller model."
-            )
+        self.sharded = _is_to_be_sharded(cfg, world, needed, quantization)
         model, streamed = load_base(
             cfg, world, tokenizer, label_names, self.dtype, quantization, self.sharded
         )
-        if streamed and model.can_generate():  # only rank 0 has read the generation settings
-            settings = [model.generation_config if world.is_main else None]
-            dist.broadcast_object_list(settings, src=0)
-            model.generation_config = settings[0]
+        if streamed and model.can_generate():
+            _share_generation_settings(model, world)
         if adapter is not None:
             model = _put_on(adapter, model, cfg)
             for parameter in model.parameters():  # as in training, all compute in one dtype
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(self.dtype)
-        self.strategy = self._prepare(cfg, model, label_names, streamed)
+        self.strategy = _prepare_strategy(
+            cfg, world, model, bool(label_names), self.sharded, streamed
+        )
         if not self.sharded:
             align(model)
         self.model = model
-
-    def _prepare(
-        self, cfg: RunConfig, model: nn.Module, label_names: list[str] | None, streamed: Any
-    ) -> Single:
-        "Give the model a strategy that casts nothing, since the weights have their dtype already."
-        how = cfg.replace(
-            dtype="fp32", strategy="auto", communication="micro_batch", sharding="full_shard"
-        )
-        strategy = (FSDP if self.sharded else Single)(how, self.world)
-        core = ClassifierLoss(model) if label_names else LossModel(model)
-        strategy.prepare(core, lambda _: None, streamed)
-        return strategy
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -102,49 +165,22 @@ class Loaded:
 
         Raises `CheckpointError` if their shapes differ from the model's, or if an export doesn't
         compute what it computed when it was saved."""
-        path = fine_tuned.path
+        path, device = fine_tuned.path, self.world.device
         if fine_tuned.is_checkpoint:
             load_checkpoint(path, self.strategy, scope="weights")
             return
         if fine_tuned.has_adapter:
-            self._fill(path)
+            _fill_adapter(self.model, path, device, self.dtype)
         if check := read_check(path):
-            forward, device = self.strategy.forward, self.world.device
             with evaluating(self.strategy.model):
-                confirm_export(path, check, forward, self.model, self.dtype, device)
-
-    def _fill(self, folder: Path) -> None:
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        path = folder / "adapter_model.safetensors"
-        if not path.exists():
-            raise CheckpointError(f"{folder} has no {path.name}.")
-        with safe_open(path, framework="pt") as file, torch.no_grad():
-            names = set(file.keys())
-            for name, parameter in self.model.named_parameters():
-                if not parameter.requires_grad:
-                    continue
-                # the name peft saves it under
-                key = name.replace(".modules_to_save.default", "").replace(".default", "")
-                shape = file.get_slice(key).get_shape() if key in names else None
-                if shape != list(parameter.shape):
-                    found = f"has shape {shape}" if shape is not None else "is missing"
-                    raise CheckpointError(
-                        f"{folder} is not an adapter of this model: {key} {found}, "
-                        f"expected shape {list(parameter.shape)}."
-                    )
-                tensor = file.get_tensor(key).to(self.world.device, self.dtype)
-                if isinstance(parameter, DTensor):
-                    mesh, placements = parameter.device_mesh, parameter.placements
-                    tensor = distribute_tensor(tensor, mesh, placements)
-                parameter.copy_(tensor)
+                confirm_export(path, check, self.strategy.forward, self.model, self.dtype, device)
 
     def is_zero(self) -> bool:
         "Return whether its LoRA matrices are all zero; False without any. A collective."
         return any(True for _ in adapted_layers(self.model)) and changes_nothing(self.model)
 
     def choose_chunks(self, cfg: RunConfig, texts: TokenizedTexts) -> None:
-        """Find out whether the chunked loss of `texts` is right for this architecture. A collective."""
+        "Find out whether the chunked loss of `texts` is right for this architecture. A collective."
         if cfg.task == "classification":
             return
         core = self.strategy.model
@@ -162,17 +198,6 @@ class Loaded:
         core.chunked = self.world.max(float(not checks["chunked"])) == 0
 
 # %% ../../nbs/generation/04_inference_model.ipynb #93541b1a
-def _put_on(fine_tuned: FineTuned, model: nn.Module, cfg: RunConfig) -> nn.Module:
-    "Add an adapter of the same kind as that of `fine_tuned`; its weights are loaded later."
-    if fine_tuned.is_checkpoint:
-        return add_adapter(cfg, model)
-    from peft import PeftConfig, get_peft_model
-
-    adapter = PeftConfig.from_pretrained(str(fine_tuned.path))
-    adapter.inference_mode = False
-    return get_peft_model(model, adapter)
-
-
 def load_model_for(
     base: RunConfig,
     fine_tuned: FineTuned | None,

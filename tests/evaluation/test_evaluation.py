@@ -1,5 +1,5 @@
-"""Evaluation: every loss equals a plain loop over plain transformers, on any number of ranks;
-what cannot be compared is told."""
+"""Evaluation: every loss equals that of a plain loop over transformers, on any number of ranks.
+Models that can't be compared are refused with the reason."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def alone():
 
 @pytest.fixture(scope="module")
 def trained(material, tmp_path_factory):
-    "Directories of runs that each learnt from the first texts, by what they learnt."
+    "Return directories of runs that were trained on the first texts, by the kind of training."
     root = tmp_path_factory.mktemp("evaluated")
     tokenizer = AutoTokenizer.from_pretrained(material / "model")
     tokenizer.chat_template = (
@@ -97,7 +97,7 @@ def plan(run, checkpoint=None, **settings):
 
 
 def by_hand(model, tokenizer, cfg, rows, label_names=None):
-    "Summed losses of `rows`, one at a time without padding, with nothing but transformers."
+    "Return the summed losses of `rows`, one at a time without padding, with transformers alone."
     model.eval()
     found, predicted = [], []
     for row in rows:
@@ -142,7 +142,8 @@ def test_losses_are_those_of_plain_transformers(trained, kind, alone):
     tuned, tokenizer = load_export(run.path / "export")
     names = measured.label_names
     if kind == "labels":
-        torch.manual_seed(cfg.seed)  # a new head, as training began with it
+        # training began with this new head
+        torch.manual_seed(cfg.seed)
         base = AutoModelForSequenceClassification.from_pretrained(
             cfg.model, num_labels=len(names), pad_token_id=tokenizer.pad_token_id
         )
@@ -265,7 +266,7 @@ def test_an_adapter_that_does_nothing_is_found(trained, alone, tmp_path):
 
 
 def test_an_export_without_its_run_knows_base_and_data(trained, alone, tmp_path, monkeypatch):
-    "Of files and folders of another machine only the names."
+    "An export made on another machine has only the names of its files and folders."
     for kind in ("lora", "labels", "chat", "full"):
         shutil.copytree(trained[kind].path / "export", tmp_path / kind)
         monkeypatch.chdir(Path(trained[kind].config().dataset).parent)
@@ -331,13 +332,15 @@ def test_a_checkpoint_without_its_run(trained, alone, tmp_path, monkeypatch):
         (ConfigError, {"strategy": "single"}, "nproc=1"),
     ],
 )
-def test_what_cannot_be_is_told_before_a_process_starts(trained, tmp_path, kind, wanted, words):
+def test_impossible_requests_are_refused_before_a_process_starts(
+    trained, tmp_path, kind, wanted, words
+):
     run = None if wanted in ({}, {"hf_repo": "no name"}) else wanted.get("run", trained["full"])
     with pytest.raises(kind, match=words):
         evaluate(run, run_root=str(tmp_path), **{k: v for k, v in wanted.items() if k != "run"})
 
 
-def test_what_does_not_belong_together_is_told(trained, alone, tmp_path):
+def test_unfit_models_and_rows_are_refused(trained, alone, tmp_path):
     models = find_fine_tuned([trained["full"]], None, None)
     rows = named_rows(trained["full"].config(), start_idx=TRAINED)
     with pytest.raises(

@@ -1,7 +1,8 @@
-"""Answers: the same ones whatever the batch, the ranks and the crashes; kept, judged and written.
+"""Answers are the same for every batch size, number of ranks and crash; they are kept, rated and written.
 
-PYTHONPATH=tests python tests/generation/test_generation.py 20     # kills a generation that
-often; are the answers the same?"""
+PYTHONPATH=tests python tests/generation/test_generation.py 20
+
+kills a generation 20 times and compares its answers with those of an undisturbed one."""
 
 import json
 import os
@@ -28,7 +29,7 @@ WORDS = 40
 
 
 def make_models(folder):
-    "A tiny OPT and Qwen3 that end a sequence now and then, with a tokenizer of words that has no chat template."
+    "Save a tiny OPT and Qwen3 that sometimes end a sequence, and a tokenizer of words without a chat template."
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -73,7 +74,8 @@ def make_models(folder):
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
         for parameter in model.parameters():
-            parameter.data *= 2  # else all tokens are nearly alike
+            # else all tokens are about equally likely
+            parameter.data *= 2
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     rng = random.Random(0)
@@ -124,8 +126,8 @@ def test_ranks_and_batch_size_change_nothing(models, tmp_path, name):
 
 
 def test_logits_have_the_same_bits_on_every_rank(models):
-    """Rank 0's weights are views into a file and may begin anywhere in memory, the others' are
-    not; what rank 0 has read of generation settings is for all."""
+    """Rank 0's weights are views into a file and may begin anywhere in memory; the others' are not.
+    All ranks get the generation settings that rank 0 has read."""
 
     def logits(folder):
         import torch
@@ -232,7 +234,7 @@ def lines(output):
 
 
 def kill_often(models, folder, kills, sequences):
-    "Kill a generation `kills` times at random moments; it and one that nobody disturbed."
+    "Kill a generation `kills` times at random moments, and compare it with an undisturbed one."
     whole = folder / "whole.jsonl"
     start(models, whole, num_questions=40, num_sequences_per_question=sequences).communicate()
     output, rng, lost, early = folder / "killed.jsonl", random.Random(kills), [], 0
@@ -280,13 +282,13 @@ def kill_often(models, folder, kills, sequences):
 def test_kills_lose_and_repeat_nothing(models, tmp_path):
     outcome = kill_often(models, tmp_path, kills=3, sequences=100)
     assert outcome["same"], outcome
-    assert outcome["lines_in_shards"] == outcome["sequences"] and not outcome["after_its_end"], (
-        outcome
-    )  # none was written twice
+    # none was written twice
+    assert outcome["lines_in_shards"] == outcome["sequences"], outcome
+    assert not outcome["after_its_end"], outcome
 
 
-def test_stopped_and_gone_on_with(models, tmp_path):
-    "The speed is logged after 2 s; there must be work left then, also on an idle machine."
+def test_a_stopped_generation_is_resumed(models, tmp_path):
+    "The speed is logged after 2 s. There must be work left then, also on an idle machine."
     output = tmp_path / "a.jsonl"
     running = start(models, output, num_questions=40, num_sequences_per_question=300)
     until(RunDir(tmp_path / "a.jsonl.run").metrics, 120, "a line about the speed")
@@ -311,7 +313,7 @@ def test_stopped_and_gone_on_with(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_asked_is_counted(models, tmp_path):
+def test_questions_left_out_are_counted(models, tmp_path):
     file = tmp_path / "q.jsonl"
     rows = [
         {"question": "w1 w2"},
@@ -393,7 +395,7 @@ def test_stop_strings_and_validation(models, tmp_path):
 
 @pytest.fixture
 def install_vllm(tmp_path, monkeypatch):
-    "As far as pip's records say."
+    "Return a function that makes pip's records list a version of vLLM."
 
     def install(version):
         (tmp_path / f"vllm-{version}.dist-info").mkdir(parents=True)
@@ -422,7 +424,9 @@ def test_a_vllm_that_runs_a_models_code_is_refused(install_vllm, tmp_path):
 @pytest.mark.parametrize(
     ("rank", "room"), [(1, 1), (4, 8), (16, 16), (24, 32), (300, 320), (512, 512), (513, None)]
 )
-def test_vllm_has_room_for_an_adapter_and_tells_nobody(install_vllm, monkeypatch, rank, room):
+def test_vllm_has_room_for_an_adapter_and_sends_no_statistics(
+    install_vllm, monkeypatch, rank, room
+):
     from multigpu_ft.generation.vllm_engine import start_vllm
 
     adapter = SimpleNamespace(
@@ -457,7 +461,7 @@ def test_vllm_has_room_for_an_adapter_and_tells_nobody(install_vllm, monkeypatch
 
 
 @pytest.mark.slow
-def test_an_adapter_is_asked(models, tmp_path):
+def test_an_adapter_answers(models, tmp_path):
     generate(**asked(models, "qwen3"), output=tmp_path / "traj.jsonl", nproc=1)
     common = {
         "task": "chat",
