@@ -204,17 +204,16 @@ class _Predictions:
 
 # %% ../../nbs/evaluation/03_comparison.ipynb #f3f0c8ed
 def _estimate_losses(
-    losses: dict[str, np.ndarray], targets: np.ndarray
+    names: list[str], losses: dict[str, np.ndarray], targets: np.ndarray
 ) -> dict[Any, ConfidenceInterval]:
     """Return the loss of each model, and its difference to the base and to the model before it.
 
-    The keys are the model's name and, for a difference, the two names. `losses` has the models in
-    the order in which they were trained, the base first."""
-    finite = [name for name, values in losses.items() if np.isfinite(values).all()]
-    base = next(iter(losses))
+    The keys are the model's name and, for a difference, the two names. `names` are in the order in
+    which the models were trained, the base first."""
+    finite = [name for name in names if np.isfinite(losses[name]).all()]
     pairs = []
-    for previous, name in pairwise(losses):
-        pairs += [(name, base), (name, previous)]
+    for previous, name in pairwise(names):
+        pairs += [(name, names[0]), (name, previous)]
     pairs = [pair for pair in dict.fromkeys(pairs) if set(pair) <= set(finite)]
     columns = [losses[name] for name in finite]
     columns += [losses[a] - losses[b] for a, b in pairs]
@@ -225,15 +224,14 @@ def _estimate_losses(
 
 
 def _estimate_by_length(
-    losses: dict[str, np.ndarray],
+    first: np.ndarray,
+    last: np.ndarray,
     targets: np.ndarray,
     lengths: np.ndarray,
     bins: int,
     draws: int,
 ) -> list[dict[str, Any]]:
-    "Return what `Comparison.by_length` does. The first of `losses` is the base's, the last the newest's."
-    models = list(losses)
-    first, last = losses[models[0]], losses[models[-1]]
+    "Return what `Comparison.by_length` does, from the losses of the base and of the newest model."
     bins = max(1, min(bins, len(targets) // (2 * FEWEST)))
     if not len(targets) or not np.isfinite(last).all():
         return []
@@ -256,7 +254,7 @@ def _estimate_by_length(
 
 # %% ../../nbs/evaluation/03_comparison.ipynb #feb489bb
 def _remark_left_out(scored: Scores, which: np.ndarray, why: str) -> list[str]:
-    "Return a remark that names the examples left out, those in `which`; an empty list if there are none."
+    "Return a remark that names the examples `which` are left out, or no remark if all are kept."
     rows = scored.rows[which]
     if not len(rows):
         return []
@@ -281,25 +279,23 @@ class Comparison:
         self.targets = scored.targets[self.kept].astype(float)
         self.lengths = scored.lengths[self.kept]
         self.losses = {name: scored.losses[name][self.kept] for name in names}
+        self.remarks = _remark_left_out(scored, ~has_target, "with nothing to predict")
         bad = f"on which the loss of {names[0]} is not finite"
-        self.remarks = [
-            *_remark_left_out(scored, ~has_target, "with nothing to predict"),
-            *_remark_left_out(scored, has_target & ~finite, bad),
-        ]
+        self.remarks += _remark_left_out(scored, has_target & ~finite, bad)
         self._predictions: _Predictions | None = None
         if task == "classification" and scored.labels is not None:
             self._predictions = _Predictions(scored, self.kept, names, num_labels)
         self.confusions = self._predictions.confusions if self._predictions else {}
-        self._estimates = _estimate_losses(self.losses, self.targets)
+        self._estimates = _estimate_losses(names, self.losses, self.targets)
         self.results = [self._result(number) for number in range(len(names))]
 
     def _result(self, number: int) -> Result:
         name, accuracy, f1 = self.names[number], None, None
         if self._predictions and self.count:
             accuracy, f1 = self._predictions.scores(name)
-        earlier = (self.names[0], self.names[number - 1]) if number else ()
-        differences = (self._difference(name, before) for before in earlier)
         loss, not_finite = self._estimates.get(name), self._not_finite(name)
+        earlier = (self.names[0], self.names[number - 1]) if number else ()
+        differences = [self._difference(name, before) for before in earlier]
         return Result(name, loss, not_finite, accuracy, f1, *differences)
 
     def _not_finite(self, name: str) -> int:
@@ -322,8 +318,8 @@ class Comparison:
         if self._predictions:
             verdict, reason, numbers = self._predictions.difference(name, before)
             text = f"{reason}; {text}"
-        examples = f"{self.count:,} example{'s' if self.count != 1 else ''}"
-        return Difference(verdict, f"{text}, on {examples}", change, **numbers)
+        text += f", on {self.count:,} example{'s' if self.count != 1 else ''}"
+        return Difference(verdict, text, change, **numbers)
 
     @property
     def count(self) -> int:
@@ -344,7 +340,8 @@ class Comparison:
 
         The classes have about the same number of examples. Each has `from` and `to` (tokens),
         `examples`, and the `ConfidenceInterval`s `base`, `newest` and `change`."""
-        return _estimate_by_length(self.losses, self.targets, self.lengths, bins, draws)
+        first, last = self.losses[self.names[0]], self.losses[self.names[-1]]
+        return _estimate_by_length(first, last, self.targets, self.lengths, bins, draws)
 
 # %% ../../nbs/evaluation/03_comparison.ipynb #8f4473ef
 def _span(start: int, end: int) -> str:
