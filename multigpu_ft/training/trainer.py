@@ -123,7 +123,7 @@ class Training:
         start = self._choose_start()
         prepared = self._prepare_model(start.checkpoint)
         saved = self._resume(start.checkpoint)
-        self.storage.let_go(start.checkpoint)
+        self.storage.discard_copy(start.checkpoint)
         packing, order = self._plan_run(prepared, saved)
         trained = saved.trained() if saved else prepared.trained
         ledger = ledger_remarks(trained, self.slice.start_idx, self.slice.end_idx)

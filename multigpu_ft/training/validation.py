@@ -185,7 +185,7 @@ class Evaluations:
             try:
                 load_checkpoint(here, self._strategy, "weights", shared=self._storage.shared)
             finally:
-                self._storage.let_go(here)
+                self._storage.discard_copy(here)
         except CheckpointError as error:
             self._run_log.remark(
                 f"exports the last weights, because the best checkpoint (step {best['step']}) is not usable: {error}"
