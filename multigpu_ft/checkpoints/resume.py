@@ -175,7 +175,7 @@ def choose_checkpoint(
         here = storage.fetch(path)
         if problem := find_damage(here, world, storage.shared):
             broken.append(f"checkpoint {path.name} of {path.parents[1].name} is damaged: {problem}")
-            storage.let_go(here)
+            storage.discard_copy(here)
             continue
         theirs = {"tokenizer": None, **at_home(read_commit(here)["fingerprint"], cfg)}
         if differ := difference(theirs, stored, cfg.resume_scope):

@@ -50,6 +50,94 @@ def _pass(path: Path, size: int, mode: str, do: Callable[[torch.Tensor], Any]) -
     if trouble:
         raise trouble
 
+# %% ../../nbs/checkpoints/03_storage.ipynb #be594749
+def _is_shared(run_dir: RunDir, world: World) -> bool:
+    """Return whether all nodes see rank 0's run directory. A collective.
+
+    Raises `ConfigError` if some nodes see it and others don't."""
+    mark = run_dir.path / f".{world.from_main(uuid.uuid4().hex)}"
+    if world.is_main:
+        mark.touch()
+    dist.barrier()
+    seen = [bool(sees) for (sees,) in world.gather(mark.exists())]
+    dist.barrier()
+    if world.is_main:
+        mark.unlink()
+    others = seen[world.local_size :]
+    if any(others) and not all(others):
+        nodes = sorted({rank // world.local_size for rank, sees in enumerate(seen) if not sees})
+        raise ConfigError(
+            f"node {', '.join(map(str, nodes))} does not see the directory "
+            f"{run_dir.path} of node 0, and other nodes do: put run_root on a file "
+            "system that all nodes share, or on disks of their own on all of them."
+        )
+    return all(others)
+
+# %% ../../nbs/checkpoints/03_storage.ipynb #877da564
+def _copy_from_main(path: Path, here: Path, world: World, group: Any) -> None:
+    """Copy the folder `path` of rank 0 to the new folder `here` of the other ranks of `group`.
+
+    A collective of `group`. Raises `OSError` on a rank whose disk failed."""
+    files: list[Any] = [None]
+    if world.is_main:
+        try:
+            files = [[(file.name, file.stat().st_size) for file in sorted(path.iterdir())]]
+        except OSError as error:
+            files = [error]
+    dist.broadcast_object_list(files, src=0, group=group)
+    if isinstance(files[0], OSError):
+        raise files[0]
+    trouble = None
+    if not world.is_main:
+        # An attempt that was killed may have left one.
+        shutil.rmtree(here.parent, ignore_errors=True)
+        try:
+            here.mkdir(parents=True)
+        except OSError as error:
+            trouble = error
+
+    def broadcast(part: torch.Tensor) -> None:
+        dist.broadcast(part, src=0, group=group)
+
+    for name, size in files[0]:
+        try:
+            _pass(here / name, size, "rb" if world.is_main else "wb", broadcast)
+        except OSError as error:
+            # The next file is already being sent.
+            trouble = error
+    if trouble:
+        raise trouble
+
+# %% ../../nbs/checkpoints/03_storage.ipynb #4828b698
+def _gather_on_main(
+    folder: Path, files: dict[int, tuple[str, int]], world: World, group: Any
+) -> None:
+    """Move what ranks of other nodes have written to `folder` to rank 0's `folder`.
+
+    `files` has name and bytes by rank. A collective of `group`. Raises `OSError` on a rank whose
+    disk failed."""
+    trouble = None
+    for rank in range(world.local_size, world.size):
+        (name, size), receiver = files[rank], rank % world.local_size
+
+        def send(part: torch.Tensor, to: int = receiver) -> None:
+            dist.send(part, to, group=group)
+
+        def receive(part: torch.Tensor, origin: int = rank) -> None:
+            dist.recv(part, origin, group=group)
+
+        try:
+            if world.rank == rank:
+                _pass(folder / name, size, "rb", send)
+                (folder / name).unlink()
+            elif world.rank == receiver:
+                _pass(folder / name, size, "wb", receive)
+        except OSError as error:
+            # The next file is already being sent.
+            trouble = error
+    if trouble:
+        raise trouble
+
 # %% ../../nbs/checkpoints/03_storage.ipynb #a90d3c7e
 class Storage:
     """How the nodes share the files of `run_dir`.
@@ -59,135 +147,53 @@ class Storage:
 
     def __init__(self, run_dir: RunDir, world: World) -> None:
         self._run_dir, self._world = run_dir, world
-        self.shared = world.nodes == 1 or self._is_shared()
+        self.shared = world.nodes == 1 or _is_shared(run_dir, world)
         self.keeps = self.shared or world.node_rank == 0
         if not self.shared:
-            patient = {
-                "backend": "gloo",
-                "timeout": timedelta(hours=1),
-            }  # for the slowest disk and network
-            self._everybody = dist.new_group(**patient)
-            self._first_ranks = dist.new_group(
-                [node * world.local_size for node in range(world.nodes)], **patient
-            )
-
-    def _is_shared(self) -> bool:
-        """Return whether all nodes see rank 0's run directory.
-
-        Raises `ConfigError` if some nodes see it and others don't."""
-        mark = self._run_dir.path / f".{self._world.from_main(uuid.uuid4().hex)}"
-        if self._world.is_main:
-            mark.touch()
-        dist.barrier()
-        seen = [bool(sees) for (sees,) in self._world.gather(mark.exists())]
-        dist.barrier()
-        if self._world.is_main:
-            mark.unlink()
-        others = seen[self._world.local_size :]
-        if any(others) and not all(others):
-            nodes = sorted(
-                {rank // self._world.local_size for rank, sees in enumerate(seen) if not sees}
-            )
-            raise ConfigError(
-                f"node {', '.join(map(str, nodes))} does not see the directory "
-                f"{self._run_dir.path} of node 0, and other nodes do: put run_root on a file "
-                "system that all nodes share, or on disks of their own on all of them."
-            )
-        return all(others)
+            patient = {"backend": "gloo", "timeout": timedelta(hours=1)}
+            firsts = [node * world.local_size for node in range(world.nodes)]
+            self._all_ranks = dist.new_group(**patient)
+            self._first_ranks = dist.new_group(firsts, **patient)
 
     def writers(self) -> int:
-        "The number of ranks that write what every rank has."
+        "Return the number of ranks that write what every rank has."
         return self._world.size if self.shared else self._world.local_size
 
     def fetch(self, path: Path) -> Path:
         """Return rank 0's checkpoint `path`, or a copy on a node that doesn't keep it. A
         collective.
 
-        Use `let_go` to delete a copy. Raises `CheckpointError` if a node has no room for it."""
+        Use `discard_copy` to delete a copy. Raises `CheckpointError` if a node has no room for it."""
         if self.shared:
             return path
-        here = (
-            path
-            if self.keeps
-            else self._run_dir.of_node(self._world.node_rank).path / "checkpoints" / path.name
-        )
-        trouble: list[Any] = [None] * self._world.size
-        mine = None
-        if self._world.local_rank == 0:
+        world, here = self._world, path
+        if not self.keeps:
+            here = self._run_dir.of_node(world.node_rank).path / "checkpoints" / path.name
+        problem = None
+        if world.local_rank == 0:
             try:
-                self._copy(path, here)
+                _copy_from_main(path, here, world, self._first_ranks)
             except OSError as error:
-                node = f"node {self._world.node_rank}"
-                mine = f"{node} could not copy checkpoint {path.name} from node 0: {error}"
-        dist.all_gather_object(trouble, mine, group=self._everybody)
-        if told := next((t for t in trouble if t), None):
-            raise CheckpointError(f"{told}. Make room there.")
+                node = f"node {world.node_rank}"
+                problem = f"{node} could not copy checkpoint {path.name} from node 0: {error}"
+        problems: list[str | None] = [None] * world.size
+        dist.all_gather_object(problems, problem, group=self._all_ranks)
+        if first := next((p for p in problems if p), None):
+            raise CheckpointError(f"{first}. Make room there.")
         return here
 
-    def _copy(self, path: Path, here: Path) -> None:
-        files: list[Any] = [None]
-        if self._world.is_main:
-            try:
-                files = [[(file.name, file.stat().st_size) for file in sorted(path.iterdir())]]
-            except OSError as error:
-                files = [error]
-        dist.broadcast_object_list(files, src=0, group=self._first_ranks)
-        if isinstance(files[0], OSError):
-            raise files[0]
-        trouble = None
-        if not self.keeps:
-            shutil.rmtree(here.parent, ignore_errors=True)  # left by an attempt that was killed
-            try:
-                here.mkdir(parents=True)
-            except OSError as error:
-                trouble = error
-        for name, size in files[0]:
-            try:
-                _pass(
-                    here / name,
-                    size,
-                    "rb" if self._world.is_main else "wb",
-                    lambda part: dist.broadcast(part, src=0, group=self._first_ranks),
-                )
-            except OSError as error:  # the next file is already being sent
-                trouble = error
-        if trouble:
-            raise trouble
-
-    def let_go(self, here: Path | None) -> None:
+    def discard_copy(self, here: Path | None) -> None:
         "Delete `here` if it is a copy. A collective."
         if here and not self.shared:
-            dist.barrier(group=self._everybody)  # until all ranks of this node have read it
+            # Wait until all ranks of this node have read it.
+            dist.barrier(group=self._all_ranks)
             if not self.keeps and self._world.local_rank == 0:
                 shutil.rmtree(here, ignore_errors=True)
-            dist.barrier(group=self._everybody)  # all of them have it, or none
+            # Wait until the copies are gone: all nodes have one, or none has.
+            dist.barrier(group=self._all_ranks)
 
     def gather(self, folder: Path, files: dict[int, tuple[str, int]], group: Any) -> None:
-        """Send what ranks of other nodes have written to `folder` to rank 0's `folder`.
+        """Move what ranks of other nodes have written to `folder` to rank 0's `folder`.
 
         `files` has name and bytes by rank. A collective of `group`."""
-        world, trouble = self._world, None
-        for rank in range(
-            world.local_size, world.size
-        ):  # one after the other, but as many at a time as there are receiving ranks
-            (name, size), receiver = files[rank], rank % world.local_size
-            try:
-                if world.rank == rank:
-                    _pass(
-                        folder / name,
-                        size,
-                        "rb",
-                        lambda part, to=receiver: dist.send(part, to, group=group),
-                    )
-                    (folder / name).unlink()
-                elif world.rank == receiver:
-                    _pass(
-                        folder / name,
-                        size,
-                        "wb",
-                        lambda part, origin=rank: dist.recv(part, origin, group=group),
-                    )
-            except OSError as error:  # the next file is already being sent
-                trouble = error
-        if trouble:
-            raise trouble
+        _gather_on_main(folder, files, self._world, group)

@@ -102,9 +102,8 @@ class Save:
     seconds: float = 0.0  # time from start to commit
     path: Path | None = None
     error: Exception | None = None
-    deleted: list[str] = field(
-        default_factory=list
-    )  # older checkpoints removed to make room or after the commit
+    # older checkpoints removed to make room or after the commit
+    deleted: list[str] = field(default_factory=list)
 
 
 def _make_room(run_dir: RunDir, cfg: RunConfig, save: Save) -> None:
@@ -197,6 +196,171 @@ class _Buffers:
             torch.cuda.current_stream().synchronize()
         return {name: replace(piece, values=self._tensors[name]) for name, piece in pieces.items()}
 
+# %% ../../nbs/checkpoints/06_writer.ipynb #d77fdf40
+def _explain(error: Exception, save: Save, folder: Path, world: World) -> CheckpointError:
+    "Return an error that names `save`, the reason, and the room on the disk."
+    free = shutil.disk_usage(folder).free
+    where = f"node {world.node_rank}, in " if world.nodes > 1 else ""
+    first_line = next(iter(str(error).splitlines()), type(error).__name__)
+    reason = getattr(error, "strerror", None) or first_line
+    return CheckpointError(
+        f"checkpoint {save.name} could not be written: {reason}. It needs {save.bytes:,} bytes; "
+        f"{where}{folder} has {free:,} bytes free. Older checkpoints are intact."
+    )
+
+
+class _Steps:
+    "The steps of a save, which the threads of all ranks take together."
+
+    def __init__(self, run_dir: RunDir, world: World) -> None:
+        self._run_dir, self._world = run_dir, world
+        # The threads wait for the slowest disk.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+
+    def gather(self, mine: Any) -> list[Any]:
+        "Return the `mine` of every rank, by rank. A collective."
+        values: list[Any] = [None] * self._world.size
+        dist.all_gather_object(values, mine, group=self.group)
+        return values
+
+    def take(self, save: Save, do: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `do(*arguments)` and return what it returned on every rank, by rank. A collective.
+
+        If it fails on any rank, the first such rank's error is raised on all of them: a
+        `FloatingPointError`, or a `CheckpointError` that names `save`."""
+        try:
+            mine = do(*arguments)
+        except FloatingPointError as error:
+            mine = error
+        except Exception as error:
+            # Any error in this thread must reach the training loop.
+            mine = _explain(error, save, self._run_dir.path, self._world)
+        results = self.gather(mine)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+# %% ../../nbs/checkpoints/06_writer.ipynb #6fdacf2d
+@dataclass
+class _Staged:
+    "What a rank has ready for a save."
+
+    save: Save
+    partial: Path  # the folder that becomes the checkpoint
+    pieces: dict[str, TensorShard]
+    recorded: dict[str, Any]  # for progress.json
+    spoiled: bool  # whether parameters are known not to be finite
+    begun: float
+
+
+def _write_share(staged: _Staged, rank: int) -> tuple[str, dict[str, Any]]:
+    "Write the pieces of `rank`. Raises `FloatingPointError` if parameters are not finite."
+    parameters = (
+        piece.values for name, piece in staged.pieces.items() if name.startswith("model/")
+    )
+    if staged.spoiled or not all(map(_is_finite, parameters)):
+        raise FloatingPointError(
+            f"parameters are not finite (NaN or infinity) at step {staged.save.step}, so no checkpoint was saved; "
+            "lower learning_rate, or use dtype='fp32' or 'bf16'. Earlier checkpoints are intact."
+        )
+    staged.partial.mkdir(parents=True, exist_ok=True)
+    return _write_pieces(staged.partial / f"rank{rank}.safetensors", staged.pieces)
+
+
+def _collect_files(
+    storage: Storage,
+    world: World,
+    partial: Path,
+    written: list[tuple[str, dict[str, Any]]],
+    group: dist.ProcessGroup,
+) -> tuple[str, dict[str, Any]]:
+    """Copy what other nodes wrote to rank 0's disk, where the ranks of that node check the files.
+
+    Returns this rank's own entry of `written`. Raises `OSError` for a file that differs from what was written.
+    """
+    sizes = {rank: (name, about["bytes"]) for rank, (name, about) in enumerate(written)}
+    storage.gather(partial, sizes, group)
+    to_check = written[world.rank :: world.local_size] if storage.keeps else []
+    for name, about in to_check:
+        flush(partial / name)
+        if digest(partial / name) != about:
+            raise OSError(0, f"{name} was damaged on its way to node 0")
+    return written[world.rank]
+
+# %% ../../nbs/checkpoints/06_writer.ipynb #a6a572e7
+class _Committer:
+    "Writes what the ranks have staged, and commits it when all of them have written their share."
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        cfg: RunConfig,
+        stored: dict[str, Any],
+        storage: Storage,
+        world: World,
+    ) -> None:
+        self._run_dir, self._cfg, self._fingerprint = run_dir, cfg, stored
+        self._storage, self._world = storage, world
+        self._steps = _Steps(run_dir, world)
+        # This rank deletes what is left half-written on its disk.
+        self._cleans_up = world.is_main if storage.shared else world.local_rank == 0
+        if self._cleans_up:
+            # An earlier attempt of this run may have left some.
+            for partial in (run_dir.path / "checkpoints").glob(f"*{PARTIAL}"):
+                shutil.rmtree(partial)
+        dist.barrier()
+
+    def write(self, staged: _Staged) -> None:
+        "Write `staged` and commit it; runs in the thread. All ranks reach the same outcome, which `staged.save` has."
+        save = staged.save
+        try:
+            save.error = self._failure(staged)
+            if self._cleans_up:
+                shutil.rmtree(staged.partial, ignore_errors=True)
+        except Exception as error:
+            # A peer has died, which ends the run.
+            save.error = error
+        save.seconds = time.perf_counter() - staged.begun
+
+    def _failure(self, staged: _Staged) -> Exception | None:
+        "Take all steps of a save, and return the error that ended them, if any."
+        save, steps = staged.save, self._steps
+        save.bytes = sum(steps.gather(_bytes(staged.pieces)))
+        try:
+            steps.take(save, self._make_room, save)
+            files = steps.take(save, _write_share, staged, self._world.rank)
+            if not self._storage.shared:
+                disks = (self._storage, self._world, staged.partial)
+                files = steps.take(save, _collect_files, *disks, files, steps.group)
+            committed = steps.take(save, self._commit, staged, dict(files))
+        except (CheckpointError, FloatingPointError) as error:
+            # Without its traceback, which would keep the pieces in memory.
+            return error.with_traceback(None)
+        save.path, save.deleted = committed[0]
+        return None
+
+    def _make_room(self, save: Save) -> None:
+        if self._world.is_main:
+            _make_room(self._run_dir, self._cfg, save)
+
+    def _commit(
+        self, staged: _Staged, files: dict[str, dict[str, Any]]
+    ) -> tuple[Path, list[str]] | None:
+        "Turn the files into a checkpoint, on rank 0. Return its path and the older checkpoints deleted."
+        if not self._world.is_main:
+            return None
+        progress, deleted = staged.partial / PROGRESS_FILE, staged.save.deleted
+        write_json(progress, staged.recorded)
+        flush(progress)
+        path = commit(staged.partial, self._fingerprint, {**files, PROGRESS_FILE: digest(progress)})
+        try:
+            return path, deleted + retire(self._run_dir, self._cfg.keep)
+        except OSError as error:
+            # Perhaps another user's file; the new checkpoint is complete anyway.
+            print(f"older checkpoints could not be deleted: {error}", flush=True)
+            return path, deleted
+
 # %% ../../nbs/checkpoints/06_writer.ipynb #df89ecf7
 class CheckpointWriter:
     "Writes the checkpoints of `run_dir`, one at a time. Every method except `finished` is a collective."
@@ -212,25 +376,12 @@ class CheckpointWriter:
         self._run_dir = run_dir
         self._cfg = cfg
         self._strategy = strategy
-        self._world = strategy.world
-        self._fingerprint = stored
         self._storage = storage or Storage(run_dir, strategy.world)
-        # The threads wait for the slowest disk.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+        self._committer = _Committer(run_dir, cfg, stored, self._storage, strategy.world)
         self._buffers = _Buffers(strategy.world)
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._number = 0
-        if self._cleans_up:
-            # An earlier attempt of this run may have left half-written ones.
-            for partial in (run_dir.path / "checkpoints").glob(f"*{PARTIAL}"):
-                shutil.rmtree(partial)
-        dist.barrier()
-
-    @property
-    def _cleans_up(self) -> bool:
-        "Tell whether this rank deletes what is left half-written on its disk."
-        return self._world.is_main if self._storage.shared else self._world.local_rank == 0
 
     def start(self, progress: Progress, end_of_epoch: bool) -> None:
         "Begin to save the current state. Waits for an earlier save first; `finished` and `wait` return the outcome."
@@ -241,7 +392,7 @@ class CheckpointWriter:
         recorded = {
             **asdict(progress),
             "loss_scale": self._strategy.loss_scale.state_dict(),
-            "world_size": self._world.size,
+            "world_size": self._strategy.world.size,
             "numbers": numbers,
             "trained": progress.trained(),
         }
@@ -251,9 +402,9 @@ class CheckpointWriter:
         ahead = self._buffers.have_room(pieces)
         if ahead:
             pieces = self._buffers.copy(pieces)
-        work = (self._save, partial, pieces, recorded, begun, spoiled)
+        staged = _Staged(self._save, partial, pieces, recorded, spoiled, begun)
         self._thread = threading.Thread(
-            target=self._write, args=work, name="checkpoint", daemon=True
+            target=self._committer.write, args=(staged,), name="checkpoint", daemon=True
         )
         self._thread.start()
         if not ahead:
@@ -273,119 +424,6 @@ class CheckpointWriter:
         if self._thread:
             self._thread.join()
         return self.finished()
-
-    def _write(
-        self,
-        save: Save,
-        partial: Path,
-        pieces: dict[str, TensorShard],
-        recorded: dict[str, Any],
-        begun: float,
-        spoiled: bool,
-    ) -> None:
-        "Write this rank's file, then commit; runs in the thread. All ranks reach the same outcome."
-
-        def failed(results: list[Any]) -> bool:
-            return any(isinstance(result, Exception) for result in results)
-
-        main = self._world.is_main
-        try:
-            save.bytes = sum(self._gather_objects(_bytes(pieces)))
-            room = (
-                self._or_error(_make_room, save, self._run_dir, self._cfg, save) if main else None
-            )
-            results = self._gather_objects(room)
-            if not failed(results):
-                results = self._gather_objects(
-                    self._or_error(self._write_share, save, save, partial, pieces, spoiled)
-                )
-            if not self._storage.shared and not failed(results):
-                results = self._gather_objects(
-                    self._or_error(self._collect_files, save, partial, results)
-                )
-            if not failed(results):
-                done = (
-                    self._or_error(self._commit, save, save, partial, recorded, dict(results))
-                    if main
-                    else None
-                )
-                results = self._gather_objects(done)
-            save.error = next((r for r in results if isinstance(r, Exception)), None)
-            if not save.error:
-                save.path, save.deleted = results[0]
-            if self._cleans_up:
-                shutil.rmtree(partial, ignore_errors=True)
-        except Exception as error:  # a peer has died, which ends the run
-            save.error = error
-        save.seconds = time.perf_counter() - begun
-
-    def _gather_objects(self, mine: Any) -> list[Any]:
-        values: list[Any] = [None] * self._world.size
-        dist.all_gather_object(values, mine, group=self._group)
-        return values
-
-    def _or_error(self, do: Callable[..., Any], save: Save, *arguments: Any) -> Any:
-        "Return what `do(*arguments)` returns, or the error it raises, as a `CheckpointError` that names `save`."
-        try:
-            return do(*arguments)
-        except FloatingPointError as error:
-            return error
-        except Exception as error:  # any error in this thread must reach the training loop
-            free = shutil.disk_usage(self._run_dir.path).free
-            where = f"node {self._world.node_rank}, in " if self._world.nodes > 1 else ""
-            reason = getattr(error, "strerror", None) or next(
-                iter(str(error).splitlines()), type(error).__name__
-            )
-            return CheckpointError(
-                f"checkpoint {save.name} could not be written: {reason}. It needs {save.bytes:,} bytes; "
-                f"{where}{self._run_dir.path} has {free:,} bytes free. Older checkpoints are intact."
-            )
-
-    def _write_share(
-        self, save: Save, partial: Path, pieces: dict[str, TensorShard], spoiled: bool
-    ) -> tuple[str, dict[str, Any]]:
-        if spoiled or not all(
-            _is_finite(part.values) for name, part in pieces.items() if name.startswith("model/")
-        ):
-            raise FloatingPointError(
-                f"parameters are not finite (NaN or infinity) at step {save.step}, so no checkpoint was saved; "
-                "lower learning_rate, or use dtype='fp32' or 'bf16'. Earlier checkpoints are intact."
-            )
-        partial.mkdir(parents=True, exist_ok=True)
-        return _write_pieces(partial / f"rank{self._world.rank}.safetensors", pieces)
-
-    def _collect_files(
-        self, partial: Path, written: list[tuple[str, dict[str, Any]]]
-    ) -> tuple[str, dict[str, Any]]:
-        """Copy what other nodes wrote to rank 0's disk, where the ranks of that node check the files.
-
-        Returns this rank's own entry of `written`. Raises `OSError` for a file that differs from what was written.
-        """
-        sizes = {rank: (name, about["bytes"]) for rank, (name, about) in enumerate(written)}
-        self._storage.gather(partial, sizes, self._group)
-        for name, about in (
-            written[self._world.rank :: self._world.local_size] if self._storage.keeps else []
-        ):
-            flush(partial / name)
-            if digest(partial / name) != about:
-                raise OSError(0, f"{name} was damaged on its way to node 0")
-        return written[self._world.rank]
-
-    def _commit(
-        self, save: Save, partial: Path, recorded: dict[str, Any], files: dict[str, dict[str, Any]]
-    ) -> tuple[Path, list[str]]:
-        write_json(partial / PROGRESS_FILE, recorded)
-        flush(partial / PROGRESS_FILE)
-        path = commit(
-            partial, self._fingerprint, {**files, PROGRESS_FILE: digest(partial / PROGRESS_FILE)}
-        )
-        try:
-            return path, save.deleted + retire(self._run_dir, self._cfg.keep)
-        except (
-            OSError
-        ) as error:  # perhaps another user's file; the new checkpoint is complete anyway
-            print(f"older checkpoints could not be deleted: {error}", flush=True)
-            return path, save.deleted
 
 # %% ../../nbs/checkpoints/06_writer.ipynb #03ae43ab
 def checkpoint_bytes(cfg: RunConfig, strategy: Single) -> int:

@@ -166,6 +166,103 @@ def _accuracy_text(
         f"{chance} (McNemar p = {p_value:.2g})"
     )
 
+# %% ../../nbs/evaluation/03_comparison.ipynb #953e12be
+class _Predictions:
+    "The labels that each model predicts for the same texts, compared with the right ones."
+
+    def __init__(
+        self, scored: Scores, kept: np.ndarray, names: list[str], num_labels: int = 0
+    ) -> None:
+        numbers = (scored.labels, *scored.predicted.values())
+        num_labels = num_labels or 1 + max(int(a.max(initial=0)) for a in numbers)
+        self._labels = scored.labels[kept]
+        self._predicted = {name: scored.predicted[name][kept] for name in names}
+        self.confusions = {name: self._confusion(name, num_labels) for name in names}
+
+    def _confusion(self, name: str, num_labels: int) -> np.ndarray:
+        confusion = np.zeros((num_labels, num_labels))
+        np.add.at(confusion, (self._labels, self._predicted[name]), 1)
+        return confusion
+
+    def scores(self, name: str) -> tuple[ConfidenceInterval, float]:
+        "Return the accuracy and the F1 score of a model."
+        confusion = self.confusions[name]
+        right = int(np.trace(confusion))
+        return share_estimate(right, len(self._labels)), scores(confusion)["f1"]
+
+    def difference(self, name: str, before: str) -> tuple[str, str, dict[str, Any]]:
+        "Return the verdict on `name` against `before`, the reason, and the numbers of a `Difference`."
+        right = self._predicted[name] == self._labels
+        was_right = self._predicted[before] == self._labels
+        gained, lost = int((right & ~was_right).sum()), int((~right & was_right).sum())
+        change = share_difference(gained, lost, len(self._labels))
+        p_value = mcnemar(gained, lost)
+        accuracies = float(was_right.mean()), float(right.mean())
+        verdict, text = _accuracy_text(change, *accuracies, gained, lost, p_value)
+        numbers = {"accuracy": change, "gained": gained, "lost": lost, "p_value": p_value}
+        return verdict, text, numbers
+
+# %% ../../nbs/evaluation/03_comparison.ipynb #f3f0c8ed
+def _estimate_losses(
+    names: list[str], losses: dict[str, np.ndarray], targets: np.ndarray
+) -> dict[Any, ConfidenceInterval]:
+    """Return the loss of each model, and its difference to the base and to the model before it.
+
+    The keys are the model's name and, for a difference, the two names. `names` are in the order in
+    which the models were trained, the base first."""
+    finite = [name for name in names if np.isfinite(losses[name]).all()]
+    pairs = []
+    for previous, name in pairwise(names):
+        pairs += [(name, names[0]), (name, previous)]
+    pairs = [pair for pair in dict.fromkeys(pairs) if set(pair) <= set(finite)]
+    columns = [losses[name] for name in finite]
+    columns += [losses[a] - losses[b] for a, b in pairs]
+    if not len(targets) or not columns:
+        return {}
+    found = ratio_estimates(np.stack(columns, axis=1), targets)
+    return dict(zip([*finite, *pairs], found, strict=True))
+
+
+def _estimate_by_length(
+    first: np.ndarray,
+    last: np.ndarray,
+    targets: np.ndarray,
+    lengths: np.ndarray,
+    bins: int,
+    draws: int,
+) -> list[dict[str, Any]]:
+    "Return what `Comparison.by_length` does, from the losses of the base and of the newest model."
+    bins = max(1, min(bins, len(targets) // (2 * FEWEST)))
+    if not len(targets) or not np.isfinite(last).all():
+        return []
+    quantiles = np.arange(1, bins) / bins
+    edges = np.unique(np.quantile(lengths, quantiles, method="inverted_cdf"))
+    bin_numbers, classes = np.searchsorted(edges, lengths, side="left"), []
+    values = np.stack([first, last, last - first], axis=1)
+    for number in np.unique(bin_numbers):
+        inside = bin_numbers == number
+        found = ratio_estimates(values[inside], targets[inside], draws)
+        classes.append(
+            {
+                "from": int(lengths[inside].min()),
+                "to": int(lengths[inside].max()),
+                "examples": int(inside.sum()),
+                **dict(zip(("base", "newest", "change"), found, strict=True)),
+            }
+        )
+    return classes
+
+# %% ../../nbs/evaluation/03_comparison.ipynb #feb489bb
+def _remark_left_out(scored: Scores, which: np.ndarray, why: str) -> list[str]:
+    "Return a remark that names the examples `which` are left out, or no remark if all are kept."
+    rows = scored.rows[which]
+    if not len(rows):
+        return []
+    named = ", ".join(f"{row}" for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
+    count = f"{len(rows):,} of {len(which):,} examples"
+    plural = "s" if len(rows) != 1 else ""
+    return [f"{scored.dataset}: without {count}, {why} (row{plural} {named})."]
+
 # %% ../../nbs/evaluation/03_comparison.ipynb #67c80d07
 class Comparison:
     """All models on one data set.
@@ -176,101 +273,53 @@ class Comparison:
     def __init__(self, scored: Scores, names: list[str], task: str, num_labels: int = 0) -> None:
         self.scores, self.names = scored, names
         self.unit = "text" if task == "classification" else "token"
-        finite = {name: np.isfinite(scored.losses[name]) for name in names}
         has_target = scored.targets > 0
-        self.kept = has_target & finite[names[0]]
+        finite = np.isfinite(scored.losses[names[0]])
+        self.kept = has_target & finite
         self.targets = scored.targets[self.kept].astype(float)
         self.lengths = scored.lengths[self.kept]
         self.losses = {name: scored.losses[name][self.kept] for name in names}
-        self.remarks = self._left_out(~has_target, "with nothing to predict")
-        self.remarks += self._left_out(
-            has_target & ~finite[names[0]], f"on which the loss of {names[0]} is not finite"
-        )
-        self.confusions: dict[str, np.ndarray] = {}
+        self.remarks = _remark_left_out(scored, ~has_target, "with nothing to predict")
+        bad = f"on which the loss of {names[0]} is not finite"
+        self.remarks += _remark_left_out(scored, has_target & ~finite, bad)
+        self._predictions: _Predictions | None = None
         if task == "classification" and scored.labels is not None:
-            numbers = (scored.labels, *scored.predicted.values())
-            num_labels = num_labels or 1 + max(int(a.max(initial=0)) for a in numbers)
-            self.confusions = {name: self._confusion(name, num_labels) for name in names}
-        self._estimates = self._estimate_losses()
+            self._predictions = _Predictions(scored, self.kept, names, num_labels)
+        self.confusions = self._predictions.confusions if self._predictions else {}
+        self._estimates = _estimate_losses(names, self.losses, self.targets)
         self.results = [self._result(number) for number in range(len(names))]
-
-    def _estimate_losses(self) -> dict[Any, ConfidenceInterval]:
-        "Return the loss of each model, and its difference to the base and the model before it."
-        finite = [name for name in self.names if np.isfinite(self.losses[name]).all()]
-        pairs = []
-        for previous, name in pairwise(self.names):
-            pairs += [(name, self.names[0]), (name, previous)]
-        pairs = [pair for pair in dict.fromkeys(pairs) if set(pair) <= set(finite)]
-        columns = [self.losses[name] for name in finite]
-        columns += [self.losses[a] - self.losses[b] for a, b in pairs]
-        if not self.count or not columns:
-            return {}
-        found = ratio_estimates(np.stack(columns, axis=1), self.targets)
-        return dict(zip([*finite, *pairs], found, strict=True))
 
     def _result(self, number: int) -> Result:
         name, accuracy, f1 = self.names[number], None, None
-        if name in self.confusions and self.count:
-            confusion = self.confusions[name]
-            accuracy = share_estimate(int(np.trace(confusion)), self.count)
-            f1 = scores(confusion)["f1"]
-        return Result(
-            name,
-            self._estimates.get(name),
-            int((~np.isfinite(self.losses[name])).sum()),
-            accuracy,
-            f1,
-            self._difference(name, self.names[0]) if number else None,
-            self._difference(name, self.names[number - 1]) if number else None,
-        )
+        if self._predictions and self.count:
+            accuracy, f1 = self._predictions.scores(name)
+        loss, not_finite = self._estimates.get(name), self._not_finite(name)
+        earlier = (self.names[0], self.names[number - 1]) if number else ()
+        differences = [self._difference(name, before) for before in earlier]
+        return Result(name, loss, not_finite, accuracy, f1, *differences)
 
-    def _left_out(self, which: np.ndarray, why: str) -> list[str]:
-        rows = self.scores.rows[which]
-        if not len(rows):
-            return []
-        named = ", ".join(f"{row}" for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
-        count = f"{len(rows):,} of {len(which):,} examples"
-        plural = "s" if len(rows) != 1 else ""
-        return [f"{self.scores.dataset}: without {count}, {why} (row{plural} {named})."]
-
-    def _confusion(self, name: str, num_labels: int) -> np.ndarray:
-        confusion = np.zeros((num_labels, num_labels))
-        labels, predicted = self.scores.labels[self.kept], self.scores.predicted[name][self.kept]
-        np.add.at(confusion, (labels, predicted), 1)
-        return confusion
+    def _not_finite(self, name: str) -> int:
+        return int((~np.isfinite(self.losses[name])).sum())
 
     def _difference(self, name: str, before: str) -> Difference:
         if not self.count:
             return Difference(NO_DIFFERENCE, "no example is left to compare")
-        bad_before, bad = (int((~np.isfinite(self.losses[n])).sum()) for n in (before, name))
-        if bad_before:
-            where = f"{bad_before:,} of {self.count:,} examples"
-            text = f"the loss of {before} is not finite on {where}: nothing to compare with"
+        of = f"of {self.count:,} examples"
+        if bad := self._not_finite(before):
+            text = f"the loss of {before} is not finite on {bad:,} {of}: nothing to compare with"
             return Difference(NO_DIFFERENCE, text)
-        if bad:
-            where = f"{bad:,} of {self.count:,} examples"
-            text = f"its loss is not finite on {where}, on which that of {before} is"
+        if bad := self._not_finite(name):
+            text = f"its loss is not finite on {bad:,} {of}, on which that of {before} is"
             return Difference(WORSE, text)
         change = self._estimates[name, before]
         losses = (self._estimates[before], self._estimates[name])
         verdict, text = _loss_text(change, *losses, self.unit)
-        extra: dict[str, Any] = {}
-        if self.confusions:
-            verdict, reason, extra = self._accuracy_difference(name, before)
+        numbers: dict[str, Any] = {}
+        if self._predictions:
+            verdict, reason, numbers = self._predictions.difference(name, before)
             text = f"{reason}; {text}"
-        examples = f"{self.count:,} example{'s' if self.count != 1 else ''}"
-        return Difference(verdict, f"{text}, on {examples}", change, **extra)
-
-    def _accuracy_difference(self, name: str, before: str) -> tuple[str, str, dict[str, Any]]:
-        labels = self.scores.labels[self.kept]
-        right = self.scores.predicted[name][self.kept] == labels
-        was_right = self.scores.predicted[before][self.kept] == labels
-        gained, lost = int((right & ~was_right).sum()), int((~right & was_right).sum())
-        change, p_value = share_difference(gained, lost, self.count), mcnemar(gained, lost)
-        accuracies = float(was_right.mean()), float(right.mean())
-        verdict, text = _accuracy_text(change, *accuracies, gained, lost, p_value)
-        numbers = {"accuracy": change, "gained": gained, "lost": lost, "p_value": p_value}
-        return verdict, text, numbers
+        text += f", on {self.count:,} example{'s' if self.count != 1 else ''}"
+        return Difference(verdict, text, change, **numbers)
 
     @property
     def count(self) -> int:
@@ -291,27 +340,8 @@ class Comparison:
 
         The classes have about the same number of examples. Each has `from` and `to` (tokens),
         `examples`, and the `ConfidenceInterval`s `base`, `newest` and `change`."""
-        bins = max(1, min(bins, self.count // (2 * FEWEST)))
         first, last = self.losses[self.names[0]], self.losses[self.names[-1]]
-        if not self.count or not np.isfinite(last).all():
-            return []
-        quantiles = np.arange(1, bins) / bins
-        edges = np.unique(np.quantile(self.lengths, quantiles, method="inverted_cdf"))
-        bin_numbers, classes = np.searchsorted(edges, self.lengths, side="left"), []
-        values = np.stack([first, last, last - first], axis=1)
-        for number in np.unique(bin_numbers):
-            inside = bin_numbers == number
-            lengths = self.lengths[inside]
-            found = ratio_estimates(values[inside], self.targets[inside], draws)
-            classes.append(
-                {
-                    "from": int(lengths.min()),
-                    "to": int(lengths.max()),
-                    "examples": len(lengths),
-                    **dict(zip(("base", "newest", "change"), found, strict=True)),
-                }
-            )
-        return classes
+        return _estimate_by_length(first, last, self.targets, self.lengths, bins, draws)
 
 # %% ../../nbs/evaluation/03_comparison.ipynb #8f4473ef
 def _span(start: int, end: int) -> str:
@@ -339,9 +369,53 @@ def texts_seen(model: dict[str, Any]) -> float:
         seen += (s["end_idx"] - s["start_idx"]) * epochs
     return seen
 
+# %% ../../nbs/evaluation/03_comparison.ipynb #2677f12a
+def _count_trained_on(measured: Measured) -> int:
+    "Return how many examples of the target set the newest model was trained on."
+    rows = measured.target.rows
+    if measured.about.get("trained_dataset") != measured.target.dataset:
+        return 0
+    spans = trained_spans(measured.models[-1])
+    return int(np.any([(rows >= start) & (rows < end) for start, end in spans], axis=0).sum())
+
+
+def _warnings(measured: Measured) -> list[str]:
+    "Return the reasons why the verdict does not say what it seems to."
+    found = []
+    if measured.about.get("adapter_active") is False:
+        found.append("THE ADAPTER IS NOT ACTIVE, so the base is compared with itself")
+    if trained_on := _count_trained_on(measured):
+        of = f"{trained_on:,} OF THE {len(measured.target.rows):,} EXAMPLES"
+        found.append(f"TRAINED ON {of} IT IS SCORED ON, so this shows what it remembers")
+    return found
+
+# %% ../../nbs/evaluation/03_comparison.ipynb #70cc9bb5
+def _disagree(change: Difference | None) -> bool:
+    "Return whether loss and accuracy both rise, or both fall."
+    if not change or not change.accuracy or not change.loss:
+        return False
+    return change.loss.excludes_zero and change.loss.value * change.accuracy.value > 0
+
+
+def _remarks(comparison: Comparison) -> list[str]:
+    "Return what else there is to know about one set of examples, one sentence each."
+    dataset, found = comparison.scores.dataset, list(comparison.remarks)
+    if _disagree(comparison.newest.to_base):
+        found.append(
+            f"{dataset}: accuracy and loss disagree. If both rise, the model gives wrong "
+            "answers with more confidence."
+        )
+    for result in comparison.results[1:-1]:
+        if result.not_finite:
+            where = f"{result.not_finite:,} examples"
+            found.append(f"{dataset}: the loss of {result.name} is not finite on {where}.")
+    return found
+
 # %% ../../nbs/evaluation/03_comparison.ipynb #6c2d8b94
 class Compared:
-    "The models of an evaluation compared with their base: `target`, `forgetting`, and `remarks`."
+    """The models of an evaluation compared with their base.
+
+    `sets` has the comparisons on the `target` and, if there is one, the `forgetting` set."""
 
     def __init__(self, measured: Measured) -> None:
         self.measured = measured
@@ -351,30 +425,17 @@ class Compared:
         self.forgetting: Comparison | None = None
         if measured.forgetting:
             self.forgetting = Comparison(measured.forgetting, names, measured.task, num_labels)
+        sets = {"target": self.target, "forgetting": self.forgetting}
+        self.sets = {name: comparison for name, comparison in sets.items() if comparison}
 
     @property
     def verdict(self) -> str:
         return self.target.newest.to_base.verdict if self.target.newest.to_base else NO_DIFFERENCE
 
-    @property
-    def _seen(self) -> int:
-        "Return how many examples of the target set the newest model was trained on."
-        about, rows = self.measured.about, self.measured.target.rows
-        if about.get("trained_dataset") != self.measured.target.dataset:
-            return 0
-        spans = trained_spans(self.measured.models[-1])
-        return int(np.any([(rows >= start) & (rows < end) for start, end in spans], axis=0).sum())
-
     @cached_property
     def warnings(self) -> list[str]:
         "Return the reasons why the verdict does not say what it seems to."
-        found = []
-        if self.measured.about.get("adapter_active") is False:
-            found.append("THE ADAPTER IS NOT ACTIVE, so the base is compared with itself")
-        if self._seen:
-            of = f"{self._seen:,} OF THE {len(self.measured.target.rows):,} EXAMPLES"
-            found.append(f"TRAINED ON {of} IT IS SCORED ON, so this shows what it remembers")
-        return found
+        return _warnings(self.measured)
 
     @cached_property
     def headline(self) -> str:
@@ -411,18 +472,8 @@ class Compared:
     def remarks(self) -> list[str]:
         "Return what else there is to know, one sentence each."
         found = list(self.measured.about.get("remarks") or [])
-        for comparison in filter(None, (self.target, self.forgetting)):
-            dataset = comparison.scores.dataset
-            found += comparison.remarks
-            if _disagree(comparison.newest.to_base):
-                found.append(
-                    f"{dataset}: accuracy and loss disagree. If both rise, the model gives wrong "
-                    "answers with more confidence."
-                )
-            for result in comparison.results[1:-1]:
-                if result.not_finite:
-                    where = f"{result.not_finite:,} examples"
-                    found.append(f"{dataset}: the loss of {result.name} is not finite on {where}.")
+        for comparison in self.sets.values():
+            found += _remarks(comparison)
         if len(self.measured.models) > 2:
             found.append(
                 f"The verdict is about the newest of {len(self.measured.models) - 1} models. One "
@@ -430,10 +481,3 @@ class Compared:
                 "better than it is; evaluate it on other rows before relying on it."
             )
         return found
-
-# %% ../../nbs/evaluation/03_comparison.ipynb #57fbed21
-def _disagree(change: Difference | None) -> bool:
-    "Return whether loss and accuracy both rise, or both fall."
-    if not change or not change.accuracy or not change.loss:
-        return False
-    return change.loss.excludes_zero and change.loss.value * change.accuracy.value > 0

@@ -88,6 +88,85 @@ def _set_record(comparison: Comparison) -> dict[str, Any]:
         "targets": int(comparison.targets.sum()),
     }
 
+# %% ../../nbs/evaluation/06_report.ipynb #f3d7e6c4
+def _settings(measured: Measured) -> dict[str, Any]:
+    return {name: value for name, value in measured.about.items() if name != "remarks"}
+
+
+def _record(
+    compared: Compared, by_length: list[dict[str, Any]], most_changed: list[dict[str, Any]]
+) -> dict[str, Any]:
+    "Return all results as strict JSON."
+    measured, models = compared.measured, []
+    for number, model in enumerate(measured.models):
+        results = {
+            name: _result_record(comparison.results[number])
+            for name, comparison in compared.sets.items()
+        }
+        models.append({**model, "texts_seen": texts_seen(model), **results})
+    return strict(
+        {
+            "verdict": compared.verdict,
+            "headline": compared.headline,
+            "forgetting": compared.forgetting_line or None,
+            "summary": compared.summary,
+            "warnings": compared.warnings,
+            "remarks": compared.remarks,
+            "task": measured.task,
+            "time": time.time(),
+            "sets": {name: _set_record(each) for name, each in compared.sets.items()},
+            "models": models,
+            "by_length": by_length,
+            "most_changed": most_changed,
+            "label_names": measured.label_names,
+            "settings": {**_settings(measured), "confidence": CONFIDENCE, "draws": DRAWS},
+            "samples": measured.samples,
+        }
+    )
+
+# %% ../../nbs/evaluation/06_report.ipynb #ceec9bd4
+def _most_changed(comparison: Comparison, count: int) -> list[dict[str, Any]]:
+    "Return the `count` examples whose loss fell most, then the `count` whose loss rose most."
+    if len(comparison.names) < 2:
+        return []
+    first, last = comparison.names[0], comparison.names[-1]
+    changes, targets = comparison.change(), comparison.targets
+    # NaN comes last
+    order = np.argsort(changes)
+    chosen = [i for i in order[:count] if changes[i] < 0]
+    chosen += [i for i in order[-count:] if not changes[i] <= 0]
+    columns = {
+        "row": comparison.scores.rows[comparison.kept],
+        "targets": targets.astype(int),
+        "base": comparison.losses[first] / targets,
+        "newest": comparison.losses[last] / targets,
+        "change": changes,
+    }
+    return [{name: column[i].item() for name, column in columns.items()} for i in chosen]
+
+# %% ../../nbs/evaluation/06_report.ipynb #bb43b755
+def _csv(comparison: Comparison) -> bytes:
+    """Return a CSV with a line per example, including those left out.
+
+    It has the example's row, tokens, targets and summed loss under each model, and the label and
+    predictions if there are labels."""
+    scored, text = comparison.scores, io.StringIO()
+    columns = {
+        "row": scored.rows,
+        "tokens": scored.lengths,
+        "targets": scored.targets,
+        **{f"loss {name}": scored.losses[name] for name in comparison.names},
+    }
+    if scored.labels is not None:
+        columns |= {
+            "label": scored.labels,
+            **{f"predicted {name}": scored.predicted[name] for name in comparison.names},
+        }
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_clean, columns))
+    writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+    return text.getvalue().encode()
+
 # %% ../../nbs/evaluation/06_report.ipynb #442730c2
 def _interval(
     estimate: ConfidenceInterval | None, sign: str = "", places: int | None = None
@@ -147,7 +226,7 @@ def _perplexity(loss: ConfidenceInterval | None) -> str:
         return f"{value:,.2f}"
     return f"{value:,.0f}" if value < 1e7 else f"{value:.2e}"
 
-
+# %% ../../nbs/evaluation/06_report.ipynb #096b8d52
 def _about(comparison: Comparison) -> str:
     about = _set_record(comparison)
     rows = f"{about['dataset']}, rows {about['start_idx']:,}-{about['end_idx']:,}"
@@ -156,22 +235,21 @@ def _about(comparison: Comparison) -> str:
         return said
     return f"{said}, {about['targets']:,} of them predicted"
 
+
+def _text(compared: Compared) -> str:
+    "Return verdicts, tables and remarks for a terminal."
+    lines = [compared.headline]
+    if compared.forgetting_line:
+        lines.append(compared.forgetting_line)
+    for comparison in compared.sets.values():
+        head, *rows = _cells(compared, comparison)
+        lines += ["", _about(comparison), text_table(rows, head)]
+    if compared.remarks:
+        lines += ["", *(f"- {remark}" for remark in compared.remarks)]
+    return "\n".join(lines)
+
 # %% ../../nbs/evaluation/06_report.ipynb #01df6be4
 _COLORS = {BETTER: "#2e7d32", WORSE: "#c62828", NO_DIFFERENCE: "#546e7a"}
-_SAMPLE = (
-    "white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow:auto;"
-    "margin:0;font-size:12px;line-height:1.4"
-)
-_MARK = "background:rgba(230,159,0,0.3);color:inherit;border-radius:2px"
-_IMAGE = "max-width:100%;background:#fff;border-radius:6px;padding:6px;box-sizing:border-box"
-_LONGEST, _MOST_HTML = 2000, 150_000  # characters of one sample, and of all
-_ALT = {
-    "loss": "Loss of each model with its interval, and its change from the base",
-    "slices": "Loss over the texts trained on",
-    "differences": "How many examples' losses changed by how much",
-    "lengths": "Loss by length of the text",
-    "confusion": "Which labels are taken for which",
-}
 
 
 def _html(text: str) -> str:
@@ -181,6 +259,34 @@ def _html(text: str) -> str:
 def _html_table(rows: list[list[str]]) -> str:
     head, *others = [[_clean(cell) for cell in row] for row in rows]
     return html_table(others, head, wrap=False)
+
+
+def _details(title: str, rows: list[list[str]]) -> str:
+    return f"<details><summary>{title}</summary>{_html_table(rows)}</details>"
+
+
+def _badge(verdict: str) -> str:
+    style = "color:#fff;border-radius:4px;padding:2px 10px;font-weight:bold"
+    return f'<span style="background:{_COLORS[verdict]};{style}">{verdict}</span>'
+
+
+def _verdicts_html(compared: Compared) -> list[str]:
+    style = "border-left:5px solid #c62828;padding:2px 10px;margin:6px 0;font-weight:bold"
+    parts = [f'<div style="{style}">{_html(warning)}</div>' for warning in compared.warnings]
+    to_base = compared.target.newest.to_base
+    reason = _html(to_base.text if to_base else "only one model was scored")
+    parts.append(f'<p style="font-size:15px">{_badge(compared.verdict)}&ensp;{reason}</p>')
+    if compared.forgetting_line:
+        parts.append(f'<p style="font-size:15px">{_html(compared.forgetting_line)}</p>')
+    return parts
+
+# %% ../../nbs/evaluation/06_report.ipynb #e66bd76f
+_SAMPLE = (
+    "white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow:auto;"
+    "margin:0;font-size:12px;line-height:1.4"
+)
+_MARK = "background:rgba(230,159,0,0.3);color:inherit;border-radius:2px"
+_LONGEST, _MOST_HTML = 2000, 150_000  # characters of one sample, and of all
 
 
 def _wrote(text: str, other: str) -> str:
@@ -224,10 +330,76 @@ def _pair(tag: str, left: str, right: str) -> str:
     cells = "".join(f'<{tag} style="{style}">{cell}</{tag}>' for cell in (left, right))
     return f'<tr style="background:none">{cells}</tr>'
 
+# %% ../../nbs/evaluation/06_report.ipynb #dd812374
+_IMAGE = "max-width:100%;background:#fff;border-radius:6px;padding:6px;box-sizing:border-box"
+_ALT = {
+    "loss": "Loss of each model with its interval, and its change from the base",
+    "slices": "Loss over the texts trained on",
+    "differences": "How many examples' losses changed by how much",
+    "lengths": "Loss by length of the text",
+    "confusion": "Which labels are taken for which",
+}
+PICTURES = tuple(_ALT)
 
-def _badge(verdict: str) -> str:
-    style = "color:#fff;border-radius:4px;padding:2px 10px;font-weight:bold"
-    return f'<span style="background:{_COLORS[verdict]};{style}">{verdict}</span>'
+
+def _tables_html(compared: Compared) -> list[str]:
+    parts = []
+    for comparison in compared.sets.values():
+        table = _html_table(_cells(compared, comparison))
+        parts.append(f"<h4>{_html(_about(comparison))}</h4>{table}")
+    note = (
+        f"In parentheses: {CONFIDENCE:.0%} intervals over examples. "
+        "A change is that of the same examples."
+    )
+    return [*parts, f'<p style="font-size:12px;opacity:0.8">{note}</p>']
+
+
+def _picture_html(name: str, png: bytes) -> str:
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return f'<p><img alt="{_ALT[name]}" style="{_IMAGE}" src="{source}"></p>'
+
+
+def _rows_html(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return ""
+    names = ["row", "targets", "base", "newest", "change"]
+    cells = [
+        [f"{row[n]:.3f}" if isinstance(row[n], float) else str(row[n]) for n in names]
+        for row in rows
+    ]
+    return _details("Examples whose loss changed most", [names, *cells])
+
+
+def _remarks_html(remarks: list[str]) -> str:
+    if not remarks:
+        return ""
+    items = "".join(f"<li>{_html(remark)}</li>" for remark in remarks)
+    return f"<h4>Remarks</h4><ul>{items}</ul>"
+
+
+def _settings_html(settings: dict[str, Any]) -> str:
+    if not settings:
+        return ""
+    listed = [[str(name), str(value)] for name, value in settings.items()]
+    return _details("Settings", [["setting", "value"], *listed])
+
+
+def _body(
+    compared: Compared, pictures: dict[str, bytes], most_changed: list[dict[str, Any]]
+) -> str:
+    "Return the page as HTML that fits into a notebook."
+    measured = compared.measured
+    first, last = measured.models[0]["name"], measured.models[-1]["name"]
+    parts = [
+        *_verdicts_html(compared),
+        *_tables_html(compared),
+        *(_picture_html(name, png) for name, png in pictures.items()),
+        _rows_html(most_changed),
+        _samples_html(measured.samples, first, last),
+        _remarks_html(compared.remarks),
+        _settings_html(_settings(measured)),
+    ]
+    return f'<div style="max-width:66rem">{"".join(parts)}</div>'
 
 # %% ../../nbs/evaluation/06_report.ipynb #72d74869
 _PAGE = """<!doctype html>
@@ -239,8 +411,17 @@ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 66rem; margin: 1.5rem a
 </head><body><h2>{title}</h2>{body}</body></html>
 """
 
+
+def _page(title: str, body: str) -> bytes:
+    "Return the content of evaluation.html."
+    return _PAGE.format(title=_html(title), body=body).encode()
+
 # %% ../../nbs/evaluation/06_report.ipynb #7d6a4f30
-PICTURES = tuple(_ALT)
+_CSV = {"target": "evaluation_rows.csv", "forgetting": "evaluation_forgetting_rows.csv"}
+
+
+def _picture_file(name: str) -> str:
+    return f"evaluation_{name}.png"
 
 
 class Evaluation:
@@ -262,28 +443,19 @@ class Evaluation:
         return self.compared.verdict
 
     @cached_property
-    def _classes(self) -> list[dict[str, Any]]:
+    def _by_length(self) -> list[dict[str, Any]]:
         return self.compared.target.by_length()
 
     @cached_property
     def pictures(self) -> dict[str, bytes]:
         "Return PNGs by name, most important first."
-        figures = pictures(self.compared, self._classes)
+        figures = pictures(self.compared, self._by_length)
         return {name: png_bytes(figure) for name, figure in figures.items()}
-
-    def _sets(self) -> list[Comparison]:
-        return list(filter(None, (self.compared.target, self.compared.forgetting)))
 
     @property
     def text(self) -> str:
         "Return verdicts, tables and remarks for a terminal."
-        lines = [self.compared.headline, *filter(None, [self.compared.forgetting_line])]
-        for comparison in self._sets():
-            head, *rows = _cells(self.compared, comparison)
-            lines += ["", _about(comparison), text_table(rows, head)]
-        if self.compared.remarks:
-            lines += ["", *(f"- {remark}" for remark in self.compared.remarks)]
-        return "\n".join(lines)
+        return _text(self.compared)
 
     def __str__(self) -> str:
         return _clean(self.text)
@@ -295,79 +467,14 @@ class Evaluation:
 
         Each has its `row` in the target dataset, its number of `targets`, and, in nats per token (or
         text), the `base` loss, the `newest` loss and their `change`."""
-        target = self.compared.target
-        if len(target.names) < 2:
-            return []
-        changes, rows = target.change(), target.scores.rows[target.kept]
-        order = np.argsort(changes)  # NaN comes last
-        chosen = [i for i in order[:count] if changes[i] < 0]
-        chosen += [i for i in order[-count:] if not changes[i] <= 0]
-        found = {
-            "row": rows,
-            "targets": target.targets.astype(int),
-            "base": target.losses[target.names[0]] / target.targets,
-            "newest": target.losses[target.names[-1]] / target.targets,
-            "change": changes,
-        }
-        return [{name: column[i].item() for name, column in found.items()} for i in chosen]
-
-    def _body(self) -> str:
-        compared, models = self.compared, self.measured.models
-        parts = [*_verdicts_html(compared)]
-        for comparison in self._sets():
-            table = _html_table(_cells(compared, comparison))
-            parts.append(f"<h4>{_html(_about(comparison))}</h4>{table}")
-        note = (
-            f"In parentheses: {CONFIDENCE:.0%} intervals over examples. "
-            "A change is that of the same examples."
-        )
-        parts.append(f'<p style="font-size:12px;opacity:0.8">{note}</p>')
-        for name, png in self.pictures.items():
-            source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-            parts.append(f'<p><img alt="{_ALT[name]}" style="{_IMAGE}" src="{source}"></p>')
-        parts.append(_rows_html(self.rows()))
-        parts.append(_samples_html(self.measured.samples, models[0]["name"], models[-1]["name"]))
-        if compared.remarks:
-            items = "".join(f"<li>{_html(remark)}</li>" for remark in compared.remarks)
-            parts.append(f"<h4>Remarks</h4><ul>{items}</ul>")
-        if settings := self._settings():
-            listed = [[str(name), str(value)] for name, value in settings.items()]
-            parts.append(_details("Settings", [["setting", "value"], *listed]))
-        return f'<div style="max-width:66rem">{"".join(parts)}</div>'
-
-    def _settings(self) -> dict[str, Any]:
-        return {name: value for name, value in self.measured.about.items() if name != "remarks"}
+        return _most_changed(self.compared.target, count)
 
     def _repr_html_(self) -> str:
-        return self._body()
+        return _body(self.compared, self.pictures, self.rows())
 
     def record(self) -> dict[str, Any]:
         "Return all results as strict JSON."
-        compared, measured = self.compared, self.measured
-        sets = dict(zip(("target", "forgetting"), self._sets(), strict=False))
-        models = []
-        for number, model in enumerate(measured.models):
-            results = {name: _result_record(one.results[number]) for name, one in sets.items()}
-            models.append({**model, "texts_seen": texts_seen(model), **results})
-        return strict(
-            {
-                "verdict": self.verdict,
-                "headline": compared.headline,
-                "forgetting": compared.forgetting_line or None,
-                "summary": compared.summary,
-                "warnings": compared.warnings,
-                "remarks": compared.remarks,
-                "task": measured.task,
-                "time": time.time(),
-                "sets": {name: _set_record(comparison) for name, comparison in sets.items()},
-                "models": models,
-                "by_length": self._classes,
-                "most_changed": self.rows(),
-                "label_names": measured.label_names,
-                "settings": {**self._settings(), "confidence": CONFIDENCE, "draws": DRAWS},
-                "samples": measured.samples,
-            }
-        )
+        return _record(self.compared, self._by_length, self.rows())
 
     def save(self) -> dict[str, Any]:
         """Write evaluation.json, evaluation.html, the pictures and a CSV with each example's losses.
@@ -375,13 +482,12 @@ class Evaluation:
         Each file in `folder` is replaced as a whole, the JSON last; files of an earlier evaluation
         that this one doesn't have are deleted. Returns the content of the JSON."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        files = {f"evaluation_{name}.png": png for name, png in self.pictures.items()}
-        for name, comparison in zip(("rows", "forgetting_rows"), self._sets(), strict=False):
-            files[f"evaluation_{name}.csv"] = _csv(comparison)
-        title = _html(f"Evaluation: {self.measured.models[-1]['name']}")
-        files["evaluation.html"] = _PAGE.format(title=title, body=self._body()).encode()
-        possible = [f"evaluation_{name}.png" for name in PICTURES]
-        for name in [*possible, "evaluation_forgetting_rows.csv"]:
+        files = {_picture_file(name): png for name, png in self.pictures.items()}
+        for name, comparison in self.compared.sets.items():
+            files[_CSV[name]] = _csv(comparison)
+        title = f"Evaluation: {self.measured.models[-1]['name']}"
+        files["evaluation.html"] = _page(title, self._repr_html_())
+        for name in [*map(_picture_file, PICTURES), *_CSV.values()]:
             if name not in files:
                 (self.folder / name).unlink(missing_ok=True)
         for name, content in files.items():
@@ -389,52 +495,3 @@ class Evaluation:
         record = {**self.record(), "files": sorted(files)}
         write_json(self.folder / "evaluation.json", record)
         return record
-
-# %% ../../nbs/evaluation/06_report.ipynb #de8867c7
-def _verdicts_html(compared: Compared) -> list[str]:
-    style = "border-left:5px solid #c62828;padding:2px 10px;margin:6px 0;font-weight:bold"
-    parts = [f'<div style="{style}">{_html(warning)}</div>' for warning in compared.warnings]
-    to_base = compared.target.newest.to_base
-    reason = _html(to_base.text if to_base else "only one model was scored")
-    parts.append(f'<p style="font-size:15px">{_badge(compared.verdict)}&ensp;{reason}</p>')
-    if compared.forgetting_line:
-        parts.append(f'<p style="font-size:15px">{_html(compared.forgetting_line)}</p>')
-    return parts
-
-
-def _rows_html(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return ""
-    names = ["row", "targets", "base", "newest", "change"]
-    cells = [
-        [f"{row[n]:.3f}" if isinstance(row[n], float) else str(row[n]) for n in names]
-        for row in rows
-    ]
-    return _details("Examples whose loss changed most", [names, *cells])
-
-
-def _details(title: str, rows: list[list[str]]) -> str:
-    return f"<details><summary>{title}</summary>{_html_table(rows)}</details>"
-
-
-def _csv(comparison: Comparison) -> bytes:
-    """Return a CSV with a line per example, including those left out.
-
-    It has the example's row, tokens, targets and summed loss under each model, and the label and
-    predictions if there are labels."""
-    scored, text = comparison.scores, io.StringIO()
-    columns = {
-        "row": scored.rows,
-        "tokens": scored.lengths,
-        "targets": scored.targets,
-        **{f"loss {name}": scored.losses[name] for name in comparison.names},
-    }
-    if scored.labels is not None:
-        columns |= {
-            "label": scored.labels,
-            **{f"predicted {name}": scored.predicted[name] for name in comparison.names},
-        }
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(_clean, columns))
-    writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
-    return text.getvalue().encode()

@@ -180,7 +180,7 @@ def open_training(run_dir: RunDir, stop: StopSignal) -> Training:
     prepared = _prepare(start, rank, data)
     watch = _watch(rank, prepared.strategy)
     saved = load_state(start, prepared.strategy)
-    storage.let_go(start.checkpoint)
+    storage.discard_copy(start.checkpoint)
     progress, more = _begin_slice(start, data, prepared, saved)
     rank.run_log.rewind(progress.step)
     for remark in [*remarks, *start.remarks, *more]:

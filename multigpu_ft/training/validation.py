@@ -189,4 +189,4 @@ def _load_weights(strategy: Single, run_dir: RunDir, storage: Storage, name: str
     try:
         load_checkpoint(here, strategy, "weights", shared=storage.shared)
     finally:
-        storage.let_go(here)
+        storage.discard_copy(here)

@@ -1,4 +1,4 @@
-"""The statistics of an evaluation, and what is said, drawn and written of it."""
+"""The statistics of an evaluation, its verdicts, pictures and files."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ from multigpu_ft.evaluation.statistics import (
 
 
 def made_up(n=400, falls=(0.2,), dataset="abstracts.jsonl", start=5000, seed=0, names=None):
-    "Losses of a base, and of a checkpoint for each of `falls`: what the loss a token falls by from the base."
+    "Return losses of a base, and of one checkpoint per entry of `falls`, in nats per token below it."
     rng = np.random.default_rng(seed)
     targets = np.clip(rng.lognormal(5, 0.7, n), 2, 512).astype(int)
     base = 4.2 - 0.15 * np.log(targets) + rng.normal(0, 0.35, n)
@@ -49,7 +49,7 @@ def made_up(n=400, falls=(0.2,), dataset="abstracts.jsonl", start=5000, seed=0, 
 
 
 def evaluation(folder, scored, forgetting=None, trained=(), samples=(), **about):
-    "An `Evaluation` of `scored`; the i-th model after the base was trained on the first i of the ranges `trained`."
+    "Return an `Evaluation` whose i-th model after the base was trained on the first i of the ranges `trained`."
     ledger = [{"start_idx": start, "end_idx": end, "epochs": 1} for start, end in trained]
     models = [{"name": name, "trained": ledger[:i]} for i, name in enumerate(scored.losses)]
     return Evaluation(
@@ -124,7 +124,7 @@ def test_a_set_without_weights_is_nearly_students_interval():
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.03)
 
 
-def test_columns_do_not_depend_on_each_other_nor_on_how_many_are_drawn_at_once(monkeypatch):
+def test_columns_do_not_depend_on_each_other_or_on_how_many_are_drawn_at_once(monkeypatch):
     rng = np.random.default_rng(0)
     values, weights = rng.normal(0, 1, (50, 3)), rng.integers(1, 9, 50).astype(float)
 
@@ -150,14 +150,14 @@ def simulation():
 @pytest.mark.parametrize(
     "shape", ["equal_lengths", "gain_grows_with_length", "skewed", "loss_of_a_model"]
 )
-def test_intervals_hold_what_they_say(simulation, shape):
-    """300 data sets of 40 texts: a share of 95% is counted to ±1.3 points.
-    bench/results/intervals.json has 1,000 and more shapes."""
+def test_intervals_contain_the_truth_as_often_as_they_say(simulation, shape):
+    """With 300 data sets of 40 texts, a coverage of 95% is known to ±1.3 points.
+    bench/results/intervals.json has 1,000 of each, and more shapes."""
     found = simulation.coverage(shape, 40, 300, draws=1000)
     assert 0.91 <= found["held"] <= 0.99, found
 
 
-def test_the_recorded_simulation_holds_what_it_promises():
+def test_the_recorded_simulation_has_the_promised_coverage():
     results = json.loads((REPO / "bench" / "results" / "intervals.json").read_text())
     for row in results["intervals"]:
         assert row["sets"] == 1000 and row["held"] >= {
@@ -200,7 +200,7 @@ def verdict(scored, names=None, task="causal-lm"):
 
 
 def changed(scored, change):
-    "`scored` with the base's losses, changed by a function, as those of a second model."
+    "Return `scored` with a second model, whose losses are a function of the base's."
     return Scores(
         **{
             **vars(scored),
@@ -234,7 +234,7 @@ def test_rounding_is_no_difference():
     assert verdict(changed(made_up(), lambda base: base * 0.999)).verdict == BETTER
 
 
-def test_the_words_have_the_numbers():
+def test_the_verdict_states_its_numbers():
     found = verdict(made_up(falls=(0.2,)))
     number = r"\d\.\d{3,4}"
     pattern = (
@@ -262,7 +262,7 @@ def test_few_examples(n, tmp_path):
     assert record["sets"]["target"]["examples"] == n and (n not in (0, 2) or found.save()["files"])
 
 
-def test_losses_that_are_no_numbers(tmp_path):
+def test_losses_that_are_not_finite(tmp_path):
     scored = made_up(50, (0.2, 0.2))
     scored.losses["base"][3], scored.losses["c1"][5], scored.targets[7] = np.nan, np.inf, 0
     record = evaluation(tmp_path, scored).record()
@@ -294,7 +294,7 @@ def test_losses_that_are_no_numbers(tmp_path):
     assert evaluation(tmp_path, diverged).verdict == NO_DIFFERENCE
 
 
-def test_what_must_not_be_overlooked_is_shouted(tmp_path):
+def test_warnings_come_first_and_in_capitals(tmp_path):
     scored = made_up(400, (0.1, 0.2), start=1900)
     slices, about = (
         ((0, 1000), (1000, 2000)),
@@ -325,7 +325,7 @@ def test_what_must_not_be_overlooked_is_shouted(tmp_path):
         assert not evaluation(tmp_path, scored, trained=slices, **about).compared.warnings
 
 
-def test_forgetting_is_called_so(tmp_path):
+def test_forgetting_is_named(tmp_path):
     for fall, words in (
         (-0.1, "orgets on wiki: the loss rises"),
         (0.0, "o forgetting shown on wiki"),
@@ -383,7 +383,7 @@ def test_a_classifier_is_judged_by_its_answers(tmp_path):
         and one_more.compared.target.newest.to_base.loss.excludes_zero
     )
     assert share_difference(0, 0, 50).high > 0.01, (
-        "nothing changed among 50 texts: that one in 50 does is possible"
+        "no change among 50 texts does not rule out a change of one in 50"
     )
 
 
@@ -394,13 +394,13 @@ def test_accuracy_and_loss_that_disagree_are_remarked():
     assert compared.verdict == BETTER and any("disagree" in remark for remark in compared.remarks)
 
 
-def test_arrays_that_do_not_fit_are_refused():
+def test_arrays_of_different_lengths_are_refused():
     scored = made_up(50)
     with pytest.raises(ValueError, match="50 examples, got shapes {'targets'"):
         Scores(**{**vars(scored), "targets": scored.targets[:-1]})
 
 
-# -- what is written ------------------------------------------------------------------------------------------------
+# -- files ----------------------------------------------------------------------------------------------------------
 
 HOSTILE = [
     {
@@ -421,7 +421,7 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    "An evaluation with everything in it, saved."
+    "Return an evaluation with everything in it, and the record that it saved."
     folder = tmp_path_factory.mktemp("report") / "new" / "report"
     forgetting = made_up(300, (-0.02, -0.05), '<b onload="x">"wiki"</b> $1', 0, seed=2)
     found = evaluation(
@@ -520,7 +520,7 @@ def test_pictures_are_pictures(saved):
         )
 
 
-def test_saving_again_replaces_all_of_it(tmp_path):
+def test_saving_again_replaces_all_files(tmp_path):
     for name in (
         "evaluation_slices.png",
         "evaluation_confusion.png",
@@ -561,7 +561,7 @@ def test_many_models_and_odd_names(tmp_path):
     )
 
 
-def test_nothing_of_it_needs_torch():
+def test_the_report_does_not_import_torch():
     code = (
         "import sys; import multigpu_ft.evaluation.report; "
         "loaded = set(sys.modules) & {'torch', 'matplotlib', 'scipy'}; assert not loaded, loaded"
