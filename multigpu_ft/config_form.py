@@ -38,11 +38,12 @@ def _kinds(info: FieldInfo) -> tuple[Any, ...]:
     return (info.annotation,)
 
 
+# set by other fields when empty
 _FOLLOWING = {
     name
     for name, info in RunConfig.model_fields.items()
     if info.default is None and NoneType not in _kinds(info)
-}  # set by other fields when empty
+}
 
 
 def _start(preset: str, **changes: Any) -> RunConfig:
@@ -268,7 +269,7 @@ def _beside(errors: dict[str, str]) -> dict[str, str]:
 # %% ../nbs/01_config_form.ipynb #9e0f6a51
 @dataclass(frozen=True)
 class _Draft:
-    "What the fields hold beside a preset: a `valid` configuration, or the errors by field."
+    "The values in the fields, on top of a preset: a `valid` configuration, or the errors by field."
 
     preset: str
     values: dict[str, Any]

@@ -49,12 +49,13 @@ def belongs(checkpoint: Path, cfg: RunConfig) -> bool:
 
 
 _SCRATCH = ("/kaggle/temp/runs", "/content/runs")
+# copies of earlier sessions
 _KEPT = (
     "kaggle/working/runs",
     "kaggle/input/*/runs",
     "kaggle/input/*/*/*/runs",
     "content/drive/MyDrive/multigpu_ft/runs",
-)  # copies of earlier sessions
+)
 
 
 def _saved_under(root: Path) -> list[Path]:
@@ -177,9 +178,8 @@ def kept_checkpoints(run_dir: RunDir) -> list[Path]:
     found, seen, child = run_dir.checkpoints(), [run_dir.path], run_dir
     while (status := child.status()).get("resumed_from"):
         origin = Path(status["resumed_from"])
-        until = (
-            saved_at(origin) if origin.is_dir() else status.get("resumed_saved_at")
-        )  # it may be deleted while an older one, the best, still exists
+        # it may be deleted while an older one, the best, still exists
+        until = saved_at(origin) if origin.is_dir() else status.get("resumed_saved_at")
         parent = RunDir(origin.parents[1]) if until and len(origin.parents) > 1 else None
         known = parent and any((parent.path / name).exists() for name in ("config.json", HUB_FILE))
         if (

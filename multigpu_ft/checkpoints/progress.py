@@ -31,9 +31,8 @@ class Progress:
     optimizer_step: int = 0  # optimizer steps since the optimizer was new
     order: dict[str, Any] = field(default_factory=dict)  # the `batches.SampleOrder` of those rows
     earlier: list[dict[str, Any]] = field(default_factory=list)  # the slice ledger up to this slice
-    best: dict[str, Any] = field(
-        default_factory=dict
-    )  # the best evaluation of this slice: scores, `step`, `checkpoint`, and a digest of its `data`
+    # the best evaluation of this slice: scores, `step`, `checkpoint`, and a digest of its `data`
+    best: dict[str, Any] = field(default_factory=dict)
     evaluations_since: int = 0  # since the best one
     line: str = ""  # an id shared by all runs that continue one another, for trackers
 

@@ -244,7 +244,7 @@ class _Steps:
 # %% ../../nbs/checkpoints/06_writer.ipynb #6fdacf2d
 @dataclass
 class _Staged:
-    "What a rank has ready for a save."
+    "A rank's share of a save, ready to be written."
 
     save: Save
     partial: Path  # the folder that becomes the checkpoint

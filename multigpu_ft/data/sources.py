@@ -243,11 +243,12 @@ def _read_parquet(path: Path, start: int, end: int) -> Iterator[tuple[int | None
                     for value in batch.slice(max(0, start - row), end - max(start, row)).to_pylist()
                 )
             row += len(batch)
+    # a page is read only now
     except (
         OSError,
         UnicodeDecodeError,
         pyarrow.ArrowException,
-    ) as error:  # a page is read only now
+    ) as error:
         raise _damaged(path, error) from None
 
 # %% ../../nbs/data/01_sources.ipynb #865a792e

@@ -124,10 +124,11 @@ def _affinity(resources: Resources, name: str) -> dict[str, Any]:
     }
     gpu = resources.resources.gpu
     if gpu.accelerator_count and gpu.accelerator:
+        # one of them is enough
         terms = [
             {"matchExpressions": [{"key": key, "operator": "In", "values": [gpu.accelerator]}]}
             for key in _ACCELERATOR_LABELS
-        ]  # one of them is enough
+        ]
         found["nodeAffinity"] = {
             "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}
         }

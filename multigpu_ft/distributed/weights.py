@@ -38,11 +38,12 @@ def make_4bit(model: nn.Module, names: list[str], dtype: torch.dtype) -> None:
 
     for name in names:
         old = model.get_submodule(name)
+        # GPT-2's Conv1D doesn't name them
         ends = (
             (old.in_features, old.out_features)
             if hasattr(old, "in_features")
             else tuple(old.weight.shape)
-        )  # GPT-2's Conv1D doesn't name them
+        )
         new = Linear4bit(
             *ends,
             old.bias is not None,

@@ -26,12 +26,13 @@ from ..run.errors import CheckpointError, ConfigError
 from ..run.run_dir import COMMIT_FILE, PARTIAL, read_commit
 
 # %% ../../nbs/hub/02_repository.ipynb #71b9bf1d
+# limits: to connect, to get an answer, to send, to get a free connection
 _SILENCE_S = (
     15.0,
     120.0,
     60.0,
     60.0,
-)  # limits: to connect, to get an answer, to send, to get a free connection
+)
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 
 

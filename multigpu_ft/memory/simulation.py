@@ -16,9 +16,8 @@ from ..run.processes import watch_parent
 #| eval: false
 if __name__ == "__main__":
     gc.disable()  # until all is imported
-    watch_parent(
-        os.getppid(), 0.5
-    )  # first of all: importing torch takes seconds in which the kernel may die
+    # first of all: importing torch takes seconds in which the kernel may die
+    watch_parent(os.getppid(), 0.5)
 
 # %% ../../nbs/memory/03_simulation.ipynb #15e1075a
 import json

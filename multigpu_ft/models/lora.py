@@ -171,9 +171,8 @@ def _unpacked(layer: nn.Module) -> torch.Tensor:
         return _as_it_was(layer, dequantize_4bit(weight, layer.quant_state))
     if kind == "Linear8bitLt":
         scales = layer.state.SCB if layer.state.SCB is not None else layer.weight.SCB
-        return _as_it_was(
-            layer, weight.float() * scales.float().unsqueeze(1) / 127
-        )  # LLM.int8: one scale per row, its largest value
+        # LLM.int8: one scale per row, its largest value
+        return _as_it_was(layer, weight.float() * scales.float().unsqueeze(1) / 127)
     return weight
 
 

@@ -39,9 +39,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + rows)
             inputs, wanted = hidden[chunk], targets[chunk, None]
             grad = F.linear(inputs, weight, bias).float()
-            grad = torch.log_softmax(
-                grad, dim=-1
-            )  # the logits are not needed again; rebinding frees them
+            # the logits are not needed again; rebinding frees them
+            grad = torch.log_softmax(grad, dim=-1)
             losses[chunk] = -grad.gather(1, wanted).squeeze(1)
             if not training:
                 continue
@@ -92,9 +91,8 @@ def chunked_cross_entropy(
     backward pass. `kind` is the device type that chunks are sized for, by default that of
     `hidden`."""
     kind = kind or hidden.device.type
-    if type(head) is nn.Linear and torch.is_autocast_enabled(
-        kind
-    ):  # which would cast the weight again for each chunk, without the gain in fp16
+    # autocast would cast the weight again for each chunk, and without the gain in fp16
+    if type(head) is nn.Linear and torch.is_autocast_enabled(kind):
         half = torch.get_autocast_dtype(kind)
         bias = None if head.bias is None else head.bias.to(half)
         with torch.autocast(kind, enabled=False):
@@ -164,9 +162,8 @@ class LossModel(nn.Module):
         causal_lm = without_adapter(self.model)
         if documents is not None:
             attention_mask = block_diagonal_mask(documents)
-            if (
-                causal_lm.config._attn_implementation == "eager"
-            ):  # which adds the mask to the scores
+            # eager attention adds the mask to the scores
+            if causal_lm.config._attn_implementation == "eager":
                 attention_mask = torch.where(attention_mask, 0.0, torch.finfo(causal_lm.dtype).min)
         inputs: dict[str, Any] = {
             "input_ids": input_ids,

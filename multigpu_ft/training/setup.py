@@ -44,11 +44,12 @@ _STRATEGIES: dict[str, type[Single]] = {
     "zero2": ZeRO,
     "zero3": ZeRO,
 }
+# fp32 parameter, gradient, two moments; in half a copy and whole gradients
 _TRAINING_BYTES = {
     torch.float32: 16,
     torch.float16: 22,
     torch.bfloat16: 22,
-}  # fp32 parameter, gradient, two moments; in half a copy and whole gradients
+}
 
 
 def make_strategy(
@@ -195,9 +196,8 @@ class Prepared:
 
     strategy: Single
     quantization: str
-    trained: list[
-        dict[str, Any]
-    ]  # the ledger of a `.pt` file; our own checkpoints keep theirs in progress.json
+    # the ledger of a `.pt` file; our own checkpoints keep theirs in progress.json
+    trained: list[dict[str, Any]]
     about: dict[str, Any]  # the decisions, for status.json
 
 

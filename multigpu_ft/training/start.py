@@ -55,7 +55,7 @@ def check_access_and_names(cfg: RunConfig, run_dir: RunDir) -> list[str]:
 
 @dataclass(frozen=True)
 class TrainingData:
-    "What a run is trained and evaluated on: tokenizer, labels, and texts as tokens."
+    "The data of a run: tokenizer, labels, and the texts to train and evaluate on as tokens."
 
     tokenizer: PreTrainedTokenizerBase
     label_names: list[str] | None

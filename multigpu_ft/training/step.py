@@ -24,9 +24,8 @@ from ..tracking.metrics import Stopwatch
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     "Return the trainable parameters in two groups: matrices with `weight_decay`, vectors without."
     trained = [p for p in model.parameters() if p.requires_grad]
-    dimensions = {
-        p: len(getattr(p, "ds_shape", p.shape)) for p in trained
-    }  # under ZeRO-3 a parameter is a line already
+    # under ZeRO-3 a parameter is a line already
+    dimensions = {p: len(getattr(p, "ds_shape", p.shape)) for p in trained}
     groups = [
         (weight_decay, [p for p in trained if dimensions[p] > 1]),
         (0.0, [p for p in trained if dimensions[p] <= 1]),

@@ -124,7 +124,7 @@ class Training:
 
     @property
     def is_complete(self) -> bool:
-        "Whether the plan has no step left, or patience is over."
+        "True if the plan has no step left, or patience is over."
         made_all = self.progress.slice_step >= self.schedule.total_steps
         return made_all or self.evaluations.patience_is_over
 

@@ -1,4 +1,5 @@
-"""Accelerate and ZeRO: everything around a strategy is the same as with any other, and settings that contradict are refused."""
+"""Accelerate and ZeRO: everything around a strategy is as with the others; contradicting settings
+are refused."""
 
 import importlib.util
 import itertools
