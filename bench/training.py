@@ -322,7 +322,9 @@ def main():
     parser.add_argument("--dataset", default="builtin:python-docs")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--only", nargs="*", help="parts to measure again; the others stay as they are in the result"
+        "--only",
+        nargs="*",
+        help="parts to measure again; the others stay as they are in the result",
     )
     parser.add_argument("--gpu", action="store_true")
     args = parser.parse_args()
