@@ -191,17 +191,17 @@ def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]
     It has `rank`, `pid`, `exitcode`, and `type`, `text`, `clear`, `traceback` of its exception if
     there was one."""
     errors = {rank: error for rank in exit_codes if (error := read_error(run_dir.error_file(rank)))}
-    after = (
-        (-signal.SIGTERM, -signal.SIGABRT) if errors else (-signal.SIGTERM,)
-    )  # the agent's signal, and NCCL's after a peer is lost
+    # the agent's signal, and NCCL's after a peer is lost
+    after = (-signal.SIGTERM, -signal.SIGABRT) if errors else (-signal.SIGTERM,)
     killed = [
         rank
         for rank, code in exit_codes.items()
         if code < 0 and code not in after and rank not in errors
     ]
+    # the others get SIGTERM then
     left = [rank for rank, code in exit_codes.items() if code not in (0, -signal.SIGTERM)] or list(
         exit_codes
-    )  # the others get SIGTERM then
+    )
     rank = (
         killed[0]
         if killed
@@ -362,9 +362,8 @@ def _node(run_dir: RunDir, endpoint: dict[str, Any]) -> int:
     cfg = node_dir.config()
     failure = _launch(run_dir, "multigpu_ft.training", cfg.nproc, cfg.timeout_s, endpoint=endpoint)
     if failure and not failure.get("text"):
-        failure["text"] = str(
-            failure_of(node_dir, failure)
-        )  # other nodes don't have this node's logs
+        # other nodes don't have this node's logs
+        failure["text"] = str(failure_of(node_dir, failure))
     if failure:
         write_json(
             node_dir.path / FAILURE_FILE,

@@ -205,11 +205,12 @@ def runs(run_root: str | Path | None = None) -> Runs:
     "Return the runs under `run_root` (None: the default folder), oldest first."
     found = Runs()
     root = Path(run_root or default_run_root())
+    # node 0 and its files are on another machine
     parts = [
         p
         for p in root.glob("*/nodes/node-*/config.json")
         if not (p.parents[2] / "config.json").exists()
-    ]  # node 0 and its files are on another machine
+    ]
     for path in sorted([*root.glob("*/config.json"), *parts], key=lambda p: p.stat().st_mtime):
         with suppress(ConfigError):  # from a version with other settings
             found.append(Run(path.parent))

@@ -246,14 +246,12 @@ def _rank_main(folder: Path) -> None:
     sys.path[:] = [*settings["path"], *(p for p in sys.path if p not in settings["path"])]
     for name, source in settings["sources"].items():
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    sys.modules["__main__"] = types.ModuleType(
-        "__main__"
-    )  # names that the function looks up are the notebook's, not this module's
+    # names that the function looks up are the notebook's, not this module's
+    sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         function, args = cloudpickle.loads((folder / _CALL).read_bytes())
-        vars(sys.modules["__main__"]).update(
-            getattr(function, "__globals__", {})
-        )  # classes of the notebook are looked up there when they are pickled
+        # classes of the notebook are looked up there when they are pickled
+        vars(sys.modules["__main__"]).update(getattr(function, "__globals__", {}))
         try:
             result = function(*args)
         except SystemExit as leaving:  # a script's own exit

@@ -124,9 +124,8 @@ def open_run(cfg: RunConfig, node: Node, end_idx: int | None) -> RunDir:
             earlier.batch_size < cfg.batch_size
             and earlier.batch_size * earlier.accum_steps == cfg.batch_size * cfg.accum_steps
         ):
-            cfg = cfg.replace(
-                batch_size=earlier.batch_size, accum_steps=earlier.accum_steps
-            )  # reduced after running out of memory
+            # reduced after running out of memory
+            cfg = cfg.replace(batch_size=earlier.batch_size, accum_steps=earlier.accum_steps)
     node_dir.write_config(cfg)
     reset_status(node_dir)
     clear_attempt(node_dir)
