@@ -59,7 +59,9 @@ _MORE_FLAGS = {
 
 
 def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
-    "Return the configuration that `arguments` give. Raises `ConfigError`; exits with usage for an unknown flag."
+    """Return the configuration that `arguments` give.
+
+    Raises `ConfigError`; exits with usage for an unknown flag."""
     arguments = list(arguments)
     preset, file = _take(arguments, "--preset"), _take(arguments, "--config")
     if preset is not None and file is not None:
@@ -116,8 +118,8 @@ def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
 def describe(run: Run) -> str:
     """Return a summary of `run` in a few lines.
 
-    It has the state, the losses before and after on the texts of the first step, and the places of the results.
-    """
+    It has the state, the losses before and after on the texts of the first step, and the places of
+    the results."""
     lines = [f"run       {run.dir.path}  ({run.state})", *_loss_lines(run), *_result_lines(run)]
     if skipped := run.status.get("skipped_steps"):
         lines.append(f"skipped   {skipped} steps, whose gradient was not finite")
@@ -230,7 +232,8 @@ def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
 
 # %% ../nbs/04_cli.ipynb #cacaaa19
 def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
-    "Return `function` with a signature for flags: a parameter that accepts text among other types is text."
+    """Return `function` with a signature for flags: a parameter that accepts text among other types
+    is text."""
 
     def called(**values: Any) -> Any:
         return function(**values)
@@ -304,7 +307,9 @@ _TARGETS = {
 
 
 def _read_config(path: str | Path) -> RunConfig:
-    "Return the configuration in a JSON file. Raises `ConfigError` if it can't be read or has unknown fields."
+    """Return the configuration in a JSON file.
+
+    Raises `ConfigError` if it can't be read or has unknown fields."""
     try:
         values = json.loads(Path(path).read_text())
     except OSError as error:
@@ -361,7 +366,8 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def _exit_code_of_job(error: Exception, node_rank: str | None) -> int:
-    "Return the exit code that tells a cluster, under `--as-job`, whether a retry helps and whether this node failed."
+    """Return the exit code that tells a cluster, under `--as-job`, whether a retry helps and
+    whether this node failed."""
     if isinstance(error, ConfigError):
         return BAD_SETTINGS_EXIT_CODE
     elsewhere = (

@@ -240,7 +240,8 @@ def _fine(text: str) -> str:
 
 # %% ../nbs/01_config_form.ipynb #24afc947
 def _check(values: dict[str, Any]) -> tuple[RunConfig | None, dict[str, str]]:
-    "Return the configuration, or the error of each field; the error of several fields together is under `''`."
+    """Return the configuration, or the error of each field; the error of several fields together is
+    under `''`."""
     try:
         return RunConfig(**values), {}
     except ConfigError as refusal:
@@ -259,8 +260,8 @@ def _check(values: dict[str, Any]) -> tuple[RunConfig | None, dict[str, str]]:
 def _beside(errors: dict[str, str]) -> dict[str, str]:
     """Return the text to show beside each field.
 
-    An error of several fields names them as `name=value`; an error that names only one belongs beside it.
-    """
+    An error of several fields names them as `name=value`; an error that names only one belongs
+    beside it."""
     together = errors.get("", "")
     named = [name for name in RunConfig.model_fields if re.search(rf"\b{name}=", together)]
     words = together if len(named) == 1 else "conflicts with another field, see below"
@@ -332,9 +333,8 @@ def _launch(cfg: RunConfig, output: CellOutput | None) -> tuple[Run, str]:
 class _Runner:
     """Starts a form's runs, one at a time.
 
-    `busy` tells what the last one is doing, until it has ended; `remark` is HTML about it. `changed` is called when
-    they change.
-    """
+    `busy` tells what the last one is doing, until it has ended; `remark` is HTML about it.
+    `changed` is called when they change."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.run: Run | None = None
@@ -396,7 +396,9 @@ class _MemoryLine:
         self._timer = threading.Timer(0, lambda: None)
 
     def show(self, cfg: RunConfig | None) -> None:
-        "Estimate `cfg` once typing pauses, so that it never delays a keystroke. `None`: a field is wrong."
+        """Estimate `cfg` once typing pauses, so that it never delays a keystroke.
+
+        `None`: a field is wrong."""
         with self._lock:
             if cfg == self._newest:
                 return
@@ -472,7 +474,9 @@ class _Tabs:
         return {name: value for field in self.fields for name, value in field.read().items()}
 
     def write(self, cfg: RunConfig) -> None:
-        "Set all fields. A field that depends on others stays empty while it has the value they give it."
+        """Set all fields.
+
+        A field that depends on others stays empty while it has the value they give it."""
         alone = _follow(cfg)
         self._writing = True
         for field in self.fields:
@@ -616,7 +620,8 @@ class Form:
         self._runner.output = CellOutput()
 
     def _build(self) -> _Widgets:
-        "Make the widgets once, and only for a viewer: papermill would save them all in its notebook."
+        """Make the widgets once, and only for a viewer: papermill would save them all in its
+        notebook."""
         if self._widgets is None:
             made = self._widgets = _Widgets(self._draft.preset, self._update)
             self._write(self._draft.config)

@@ -295,10 +295,10 @@ _SLOW = 1.0  # GB/s between GPUs; two T4 without NVLink reach several times that
 
 
 def _all_reduce(seconds: float, megabytes: int = 64, repeats: int = 5) -> float:
-    """Return the GB/s of summing `megabytes` over all ranks, the best of `repeats`. Runs on each rank.
+    """Return the GB/s of summing `megabytes` over all ranks, the best of `repeats`. Runs on each
+    rank.
 
-    The process ends after `seconds`, whatever it is waiting for.
-    """
+    The process ends after `seconds`, whatever it is waiting for."""
     watchdog = threading.Timer(seconds, os._exit, (1,))
     watchdog.daemon = True
     watchdog.start()
@@ -513,7 +513,9 @@ def _session_row() -> Row:
 
 # %% ../nbs/02_diagnostics.ipynb #43361f06
 def _begin(name: str, seconds: float, check: Callable[[], Row | None]) -> Callable[[], Row | None]:
-    "Start `check` in a thread. Returns a function that waits for its row; an error or a timeout is a row too."
+    """Start `check` in a thread.
+
+    Returns a function that waits for its row; an error or a timeout is a row too."""
     rows: list[Row | None] = []
     thread = threading.Thread(target=lambda: rows.append(_safely(name, check)), daemon=True)
     end = time.monotonic() + seconds

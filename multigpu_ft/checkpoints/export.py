@@ -80,11 +80,11 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase,
     quantization: str = "none",
 ) -> dict[str, Any]:
-    """Write the trained model, or its adapter, to the folder `export/` of `run_dir`. A collective; rank 0 writes.
+    """Write the trained model, or its adapter, to the folder `export/` of `run_dir`. A collective;
+    rank 0 writes.
 
-    With `merge_adapter` the model with merged weights is written to `merged/` as well. Returns the folders as `export`
-    and `merged`, and `export_remark` if the adapter changes nothing.
-    """
+    With `merge_adapter` the model with merged weights is written to `merged/` as well. Returns the
+    folders as `export` and `merged`, and `export_remark` if the adapter changes nothing."""
     cfg, model = strategy.cfg, strategy.unwrap_model()
     check = {**_measure(strategy), "quantization": quantization, **_origin(run_dir, cfg, model)}
     outcome = {}
@@ -122,7 +122,8 @@ _DATA_FIELDS = (
 
 
 def _origin(run_dir: RunDir, cfg: RunConfig, model: nn.Module) -> dict[str, Any]:
-    "Return the base model and the data of the export, for readers who don't have the run directory."
+    """Return the base model and the data of the export, for readers who don't have the run
+    directory."""
     checkpoints = run_dir.checkpoints()
     try:
         trained = read_progress(checkpoints[-1])["trained"] if checkpoints else []
@@ -221,7 +222,8 @@ def _write_adapter(
 def _publish(
     partial: Path, folder: Path, tokenizer: PreTrainedTokenizerBase, check: dict[str, Any]
 ) -> None:
-    "Complete `partial`, then give it the name `folder`, so that a folder of this name is always complete."
+    """Complete `partial`, then give it the name `folder`, so that a folder of this name is always
+    complete."""
     tokenizer.save_pretrained(partial)
     (partial / CHECK_FILE).write_text(json.dumps(check, indent=1))
     replaced = folder.with_name(f"{folder.name}.replaced")
@@ -234,11 +236,11 @@ def _publish(
 def load_export(
     folder: str | Path, device: str | torch.device = "cpu"
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Return model and tokenizer of an export, `export/` or `merged/`, in evaluation mode on `device`.
+    """Return model and tokenizer of an export, `export/` or `merged/`, in evaluation mode on
+    `device`.
 
-    Raises `CheckpointError` if `folder` is not an export, or if its loss differs from the trained model's, because of
-    another base model or an adapter that changes nothing.
-    """
+    Raises `CheckpointError` if `folder` is not an export, or if its loss differs from the trained
+    model's, because of another base model or an adapter that changes nothing."""
     folder, device = Path(folder), torch.device(device)
     check = read_check(folder)
     if not check:
@@ -272,7 +274,8 @@ def load_export(
 
 
 def read_check(folder: Path) -> dict[str, Any]:
-    "Return the content of an export's check file; empty if there is none, or if another program wrote it."
+    """Return the content of an export's check file; empty if there is none, or if another program
+    wrote it."""
     try:
         check = json.loads((folder / CHECK_FILE).read_text())
     except (OSError, ValueError):
@@ -290,9 +293,8 @@ def confirm_export(
 ) -> None:
     """Raise `CheckpointError` unless `model` has the loss that `check` records.
 
-    `model` was loaded from `folder` and is in evaluation mode. `forward` computes the losses of a micro-batch with it,
-    in `dtype`. A collective if the model is sharded.
-    """
+    `model` was loaded from `folder` and is in evaluation mode. `forward` computes the losses of a
+    micro-batch with it, in `dtype`. A collective if the model is sharded."""
     found = _loss(forward, model, device, 0 if check["task"] == "classification" else None)
     expected = check["loss"]
     # Other kernels round differently. LLM.int8 also rounds the activations, which merged weights don't go through.
@@ -398,10 +400,11 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
 def take_foreign(
     path: Path, model: nn.Module, cfg: RunConfig, world: World
 ) -> list[dict[str, Any]]:
-    """Call `load_foreign` for rank 0's `model`, the only one that needs weights, and return the ledger on all ranks.
+    """Call `load_foreign` for rank 0's `model`, the only one that needs weights, and return the
+    ledger on all ranks.
 
-    A collective. Raises `CheckpointError` as `load_foreign` does, and if an adapter is to be trained.
-    """
+    A collective. Raises `CheckpointError` as `load_foreign` does, and if an adapter is to be
+    trained."""
     if cfg.tuning != "full":
         raise CheckpointError(
             f"{path.name} replaces the base model's weights, which the export of an adapter doesn't include. "

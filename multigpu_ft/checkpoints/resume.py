@@ -93,8 +93,8 @@ class _Pieces:
 def find_damage(checkpoint: Path, world: World, shared: bool = True) -> str | None:
     """Return what is wrong with a checkpoint, `None` if it is intact. A collective.
 
-    The ranks divide the reading. If the nodes don't read one `shared` copy, the ranks of each node check theirs.
-    """
+    The ranks divide the reading. If the nodes don't read one `shared` copy, the ranks of each node
+    check theirs."""
     problem = None
     try:
         verify_checkpoint(
@@ -111,14 +111,15 @@ def find_damage(checkpoint: Path, world: World, shared: bool = True) -> str | No
 def load_checkpoint(
     checkpoint: Path, strategy: Single, scope: str = "all", verify: bool = True, shared: bool = True
 ) -> Progress:
-    """Restore into `strategy` what `CheckpointWriter` saved to `checkpoint`, and return its progress. A collective.
+    """Restore into `strategy` what `CheckpointWriter` saved to `checkpoint`, and return its
+    progress. A collective.
 
-    With `scope` "weights" only the model is restored. Random numbers are restored only if the number of ranks is the
-    one they were saved on. Pass `verify=False` only if `find_damage` has just found nothing; `shared` has the meaning
-    it has there.
+    With `scope` "weights" only the model is restored. Random numbers are restored only if the
+    number of ranks is the one they were saved on. Pass `verify=False` only if `find_damage` has
+    just found nothing; `shared` has the meaning it has there.
 
-    Raises `CheckpointError` if the checkpoint is damaged, of another model or of another version of this package.
-    """
+    Raises `CheckpointError` if the checkpoint is damaged, of another model or of another version of
+    this package."""
     world = strategy.world
     if verify and (problem := find_damage(checkpoint, world, shared)):
         raise CheckpointError(damaged(checkpoint, CheckpointError(problem)))
@@ -157,13 +158,14 @@ def choose_checkpoint(
     stored: dict[str, Any],
     storage: Storage | None = None,
 ) -> tuple[Path | None, bool, list[str]]:
-    """Return the checkpoint that `run_dir` resumes from, whether it is the run's own, and remarks for the user.
+    """Return the checkpoint that `run_dir` resumes from, whether it is the run's own, and remarks
+    for the user.
 
-    The checkpoint is the path that `storage.fetch` returns, `None` for the base model. If it is the run's own, this is
-    the same run, restarted. `stored` is this run's fingerprint. A collective.
+    The checkpoint is the path that `storage.fetch` returns, `None` for the base model. If it is the
+    run's own, this is the same run, restarted. `stored` is this run's fingerprint. A collective.
 
-    Raises `CheckpointError` if all checkpoints are damaged, or if the one to use belongs to another tokenizer.
-    """
+    Raises `CheckpointError` if all checkpoints are damaged, or if the one to use belongs to another
+    tokenizer."""
     storage = storage or Storage(run_dir, world)
     broken = []
     candidates = None
@@ -194,10 +196,10 @@ def choose_checkpoint(
 
 
 def refuse_other_texts(world: World, **digests: Any) -> None:
-    """Raise `DataError` unless all ranks have the same texts and tokenizer, given by their `digests`. A collective.
+    """Raise `DataError` unless all ranks have the same texts and tokenizer, given by their
+    `digests`. A collective.
 
-    They may differ, since each node reads them from its own disk or downloads them itself.
-    """
+    They may differ, since each node reads them from its own disk or downloads them itself."""
     gathered: list[Any] = [None] * world.size
     dist.all_gather_object(gathered, digests)
     for rank, theirs in enumerate(gathered):
@@ -209,7 +211,8 @@ def refuse_other_texts(world: World, **digests: Any) -> None:
 
 
 def seed_everything(seed: int, step: int, rank: int) -> None:
-    "Seed the random numbers of `rank` from optimizer step `step` on, where a checkpoint's can't be restored."
+    """Seed the random numbers of `rank` from optimizer step `step` on, where a checkpoint's can't
+    be restored."""
     state = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
     torch.manual_seed(state)
     random.seed(state)

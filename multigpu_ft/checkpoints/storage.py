@@ -163,7 +163,8 @@ class Storage:
         """Return rank 0's checkpoint `path`, or a copy on a node that doesn't keep it. A
         collective.
 
-        Use `discard_copy` to delete a copy. Raises `CheckpointError` if a node has no room for it."""
+        Use `discard_copy` to delete a copy. Raises `CheckpointError` if a node has no room for
+        it."""
         if self.shared:
             return path
         world, here = self._world, path

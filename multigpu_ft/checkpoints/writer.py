@@ -66,7 +66,8 @@ def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> No
 
 # %% ../../nbs/checkpoints/06_writer.ipynb #4c260e45
 def _share(parts: dict[str, TensorShard], rank: int, writers: int) -> dict[str, TensorShard]:
-    "Return the parts that `rank` writes if tensors that all ranks hold are divided among the first `writers` ranks."
+    """Return the parts that `rank` writes if tensors that all ranks hold are divided among the
+    first `writers` ranks."""
     load = [0] * writers
     mine = {}
     for name, part in parts.items():
@@ -107,10 +108,10 @@ class Save:
 
 
 def _make_room(run_dir: RunDir, cfg: RunConfig, save: Save) -> None:
-    """Delete the older checkpoints that must go before `save` is written. Their names are added to `save.deleted`.
+    """Delete the older checkpoints that must go before `save` is written. Their names are added to
+    `save.deleted`.
 
-    Raises `OSError` if disk_budget_gb or the disk has no room even then.
-    """
+    Raises `OSError` if disk_budget_gb or the disk has no room even then."""
     budget = cfg.disk_budget_gb * 1e9 if cfg.disk_budget_gb else None
     if budget:
         save.deleted += retire(run_dir, cfg.keep, budget, coming=save.bytes)
@@ -133,11 +134,11 @@ def _bytes(pieces: dict[str, TensorShard]) -> int:
 def _state_to_save(
     strategy: Single, writers: int
 ) -> tuple[dict[str, TensorShard], dict[str, Any], bool]:
-    """Return the pieces that this rank writes, the optimizer's numbers, and whether parameters are not finite.
+    """Return the pieces that this rank writes, the optimizer's numbers, and whether parameters are
+    not finite.
 
-    Parameters are checked here only after a skipped step: then all that this rank holds, not only what it writes,
-    because they may have become non-finite on one rank alone.
-    """
+    Parameters are checked here only after a skipped step: then all that this rank holds, not only
+    what it writes, because they may have become non-finite on one rank alone."""
     world = strategy.world
     parts, numbers = strategy.state_parts()
     skipped = int(strategy.skipped_in_a_row)
@@ -153,7 +154,9 @@ def _state_to_save(
 
 
 def _write_pieces(path: Path, pieces: dict[str, TensorShard]) -> tuple[str, dict[str, Any]]:
-    "Write `pieces` to the safetensors file `path` and flush it to disk. Returns its name and its size and digest."
+    """Write `pieces` to the safetensors file `path` and flush it to disk.
+
+    Returns its name and its size and digest."""
     # Whole rows keep their shape and are located by row number; anything else is flat, located by element number.
     as_rows = {name: part.values.ndim == len(part.shape) for name, part in pieces.items()}
     places = {
@@ -171,14 +174,18 @@ def _write_pieces(path: Path, pieces: dict[str, TensorShard]) -> tuple[str, dict
 
 # %% ../../nbs/checkpoints/06_writer.ipynb #fac1d981
 class _Buffers:
-    "Host memory for copies of a rank's pieces. It is kept: allocating gigabytes takes longer than copying them."
+    """Host memory for copies of a rank's pieces.
+
+    It is kept: allocating gigabytes takes longer than copying them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._tensors: dict[str, torch.Tensor] = {}
 
     def have_room(self, pieces: dict[str, TensorShard]) -> bool:
-        "Return whether the host memory of every rank can hold a copy of its `pieces`. A collective."
+        """Return whether the host memory of every rank can hold a copy of its `pieces`.
+
+        A collective."""
         limit = psutil.virtual_memory().available / 2 / self._world.local_size
         lacks_room = _bytes(pieces) > limit and not self._tensors
         return self._world.max(float(lacks_room)) == 0
@@ -277,8 +284,8 @@ def _collect_files(
 ) -> tuple[str, dict[str, Any]]:
     """Copy what other nodes wrote to rank 0's disk, where the ranks of that node check the files.
 
-    Returns this rank's own entry of `written`. Raises `OSError` for a file that differs from what was written.
-    """
+    Returns this rank's own entry of `written`. Raises `OSError` for a file that differs from what
+    was written."""
     sizes = {rank: (name, about["bytes"]) for rank, (name, about) in enumerate(written)}
     storage.gather(partial, sizes, group)
     to_check = written[world.rank :: world.local_size] if storage.keeps else []
@@ -312,7 +319,9 @@ class _Committer:
         dist.barrier()
 
     def write(self, staged: _Staged) -> None:
-        "Write `staged` and commit it; runs in the thread. All ranks reach the same outcome, which `staged.save` has."
+        """Write `staged` and commit it; runs in the thread.
+
+        All ranks reach the same outcome, which `staged.save` has."""
         save = staged.save
         try:
             save.error = self._failure(staged)
@@ -347,7 +356,9 @@ class _Committer:
     def _commit(
         self, staged: _Staged, files: dict[str, dict[str, Any]]
     ) -> tuple[Path, list[str]] | None:
-        "Turn the files into a checkpoint, on rank 0. Return its path and the older checkpoints deleted."
+        """Turn the files into a checkpoint, on rank 0.
+
+        Return its path and the older checkpoints deleted."""
         if not self._world.is_main:
             return None
         progress, deleted = staged.partial / PROGRESS_FILE, staged.save.deleted
@@ -363,7 +374,9 @@ class _Committer:
 
 # %% ../../nbs/checkpoints/06_writer.ipynb #df89ecf7
 class CheckpointWriter:
-    "Writes the checkpoints of `run_dir`, one at a time. Every method except `finished` is a collective."
+    """Writes the checkpoints of `run_dir`, one at a time.
+
+    Every method except `finished` is a collective."""
 
     def __init__(
         self,
@@ -384,7 +397,9 @@ class CheckpointWriter:
         self._number = 0
 
     def start(self, progress: Progress, end_of_epoch: bool) -> None:
-        "Begin to save the current state. Waits for an earlier save first; `finished` and `wait` return the outcome."
+        """Begin to save the current state.
+
+        Waits for an earlier save first; `finished` and `wait` return the outcome."""
         begun = time.perf_counter()
         if self._thread:
             self._thread.join()
@@ -427,7 +442,8 @@ class CheckpointWriter:
 
 # %% ../../nbs/checkpoints/06_writer.ipynb #03ae43ab
 def checkpoint_bytes(cfg: RunConfig, strategy: Single) -> int:
-    "Return the expected size of a checkpoint: trained parameters in fp32, and AdamW's two moments for each."
+    """Return the expected size of a checkpoint: trained parameters in fp32, and AdamW's two moments
+    for each."""
     trained = [p for p in strategy.model.parameters() if p.requires_grad]
     return sum(map(elements, trained)) * (4 + (2 if cfg.optimizer == "adamw_8bit" else 8))
 
@@ -451,11 +467,11 @@ def room_for(
 ) -> int:
     """Return how many checkpoints disk and budget hold at once, next to the export. A collective.
 
-    `origin`, the checkpoint that the run continues from, counts as one of them until there is a newer one. A node that
-    doesn't keep checkpoints (`keeps`) needs room only for its own part of one.
+    `origin`, the checkpoint that the run continues from, counts as one of them until there is a
+    newer one. A node that doesn't keep checkpoints (`keeps`) needs room only for its own part of
+    one.
 
-    Raises `CheckpointError` with the sizes if there is no room for a new one.
-    """
+    Raises `CheckpointError` with the sizes if there is no room for a new one."""
     each = checkpoint_bytes(cfg, strategy)
     export = export_bytes(cfg, strategy)
     # Older checkpoints may be deleted, so only the origin is counted.

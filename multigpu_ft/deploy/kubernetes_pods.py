@@ -155,7 +155,8 @@ def command(resources: Resources, rank: str, rdzv: str, nnodes: str | None = Non
 def node_template(
     resources: Resources, name: str, words: list[str], subdomain: str | None = None
 ) -> dict[str, Any]:
-    "Return the pod template of run `name`: `words` is its command, `subdomain` the Service that names its hosts."
+    """Return the pod template of run `name`: `words` is its command, `subdomain` the Service that
+    names its hosts."""
     gpu = resources.resources.gpu
     amounts = {"cpu": gpu.cpu, "memory": gpu.memory}
     tolerations = []

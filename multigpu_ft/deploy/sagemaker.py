@@ -189,7 +189,8 @@ class SageMakerResources:
             )
 
     def check_run(self, cfg: RunConfig, gpus: int | None) -> None:
-        "Raise `ConfigError` if `cfg` can't run on these machines, each with `gpus` GPUs (`None`: unknown)."
+        """Raise `ConfigError` if `cfg` can't run on these machines, each with `gpus` GPUs (`None`:
+        unknown)."""
         machine, count = self.instance_type, self.instance_count
         if machine.startswith(("ml.trn", "ml.inf")):
             raise ConfigError(

@@ -95,7 +95,9 @@ class LiveLine:
         self._handle, self._shown, self._next = None, "", 0.0
 
     def show(self, text: Callable[[], str], final: bool = False) -> None:
-        "Show `text()`. It is called only when it is time, because it reads files and ranks need the cores."
+        """Show `text()`.
+
+        It is called only when it is time, because it reads files and ranks need the cores."""
         now = time.monotonic()
         if now < self._next and not final:
             return
@@ -177,7 +179,8 @@ def _for_no_request(function: Callable[[], None]) -> None:
 
 # %% ../../nbs/display/03_panel.ipynb #8e6402fe
 class CellOutput:
-    "Two outputs of the cell that makes it, for a panel and for a picture; empty until they are filled, from anywhere."
+    """Two outputs of the cell that makes it, for a panel and for a picture; empty until they are
+    filled, from anywhere."""
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -219,7 +222,9 @@ def _headline(name: str, state: str, note: str) -> str:
 
 
 def _steps_done(status: dict[str, Any], curve: Curve) -> int:
-    "Return the steps on the slice so far. A step is logged at once, the status follows twice a second."
+    """Return the steps on the slice so far.
+
+    A step is logged at once, the status follows twice a second."""
     return status.get("slice_step", 0) + max(
         0, curve.last.get("step", 0) - status.get("step", curve.last.get("step", 0))
     )
@@ -318,8 +323,8 @@ def _end_of_loss(after: float | None, curve: Curve) -> str:
 
 # %% ../../nbs/display/03_panel.ipynb #31e83f6c
 def summary_html(run: Any) -> str:
-    """Return the end of a `launcher.Run` as HTML without scripts or style sheets: state, loss, time,
-    where its results are; the exception if it failed."""
+    """Return the end of a `launcher.Run` as HTML without scripts or style sheets: state, loss,
+    time, where its results are; the exception if it failed."""
     run_dir, status, curve = run.dir, run.status, Curve(run.dir.path / "metrics.jsonl")
     curve.read()
     state, seconds = (
@@ -427,7 +432,9 @@ def _details(run: Any) -> dict[str, Callable[[], str]]:
 
 
 class _Folds:
-    "Parts that are folded at first, in `widget`. Each has a function for its HTML, called only while it is unfolded."
+    """Parts that are folded at first, in `widget`.
+
+    Each has a function for its HTML, called only while it is unfolded."""
 
     def __init__(self, parts: dict[str, Callable[[], str]]) -> None:
         import ipywidgets as w
@@ -505,7 +512,8 @@ class Panel:
         self._draw()
 
     def show(self, line: Callable[[], str] | None = None, now: bool = False) -> None:
-        "Update it, if it is time or is to be `now`. (A `LiveLine` shows `line`; here it is not used.)"
+        """Update it, if it is time or is to be `now`. (A `LiveLine` shows `line`; here it is not
+        used.)"""
         with self._lock:
             if self._root is not None and (now or time.monotonic() >= self._next):
                 self._next = time.monotonic() + _REDRAW_EVERY_S

@@ -17,7 +17,8 @@ from ..run.run_dir import whole_records
 
 # %% ../../nbs/display/02_plots.ipynb #1fc50d8b
 def png_bytes(figure: Any) -> bytes:
-    "A matplotlib `figure` as PNG of 64 colours: a third of the size, and notebooks keep pictures as text."
+    """A matplotlib `figure` as PNG of 64 colours: a third of the size, and notebooks keep pictures
+    as text."""
     from PIL import Image
 
     raw, small = io.BytesIO(), io.BytesIO()
@@ -174,7 +175,8 @@ def _chart(
     curves: list[tuple[str, list[tuple[float, float]]]],
     height: float = 170,
 ) -> str:
-    "One pair of axes: `curves` are a colour and points each; of the first a line is drawn, of others dots on a line."
+    """One pair of axes: `curves` are a colour and points each; of the first a line is drawn, of
+    others dots on a line."""
     points = [p for _, curve in curves for p in curve]
     if not points:
         return ""

@@ -78,7 +78,8 @@ _FORGETTING = {BETTER: "better", WORSE: "forgets", NO_DIFFERENCE: "no forgetting
 
 @dataclass(frozen=True)
 class Difference:
-    "One model compared with an earlier one on the same examples; the numbers are later minus earlier."
+    """One model compared with an earlier one on the same examples; the numbers are later minus
+    earlier."""
 
     verdict: str
     text: str  # the reason, in words and numbers
@@ -191,7 +192,8 @@ class _Predictions:
         return share_estimate(right, len(self._labels)), scores(confusion)["f1"]
 
     def difference(self, name: str, before: str) -> tuple[str, str, dict[str, Any]]:
-        "Return the verdict on `name` against `before`, the reason, and the numbers of a `Difference`."
+        """Return the verdict on `name` against `before`, the reason, and the numbers of a
+        `Difference`."""
         right = self._predicted[name] == self._labels
         was_right = self._predicted[before] == self._labels
         gained, lost = int((right & ~was_right).sum()), int((~right & was_right).sum())

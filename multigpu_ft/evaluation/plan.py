@@ -22,7 +22,9 @@ NOTHING_HELD_OUT = "trained rows, since nothing is held out: that says nothing a
 
 
 def held_out_rows(models: list[FineTuned]) -> tuple[RunConfig, str]:
-    "Return rows to compare `models` on, and why these. Raises `ConfigError` if the trained rows are unknown."
+    """Return rows to compare `models` on, and why these.
+
+    Raises `ConfigError` if the trained rows are unknown."""
     newest = models[-1]
     cfg = newest.config
     own = evaluation_config(newest.run.config()) if newest.run else None
@@ -63,8 +65,9 @@ def _span(cfg: RunConfig) -> dict[str, Any]:
 def named_rows(cfg: RunConfig, **given: Any) -> RunConfig:
     """Return `cfg` with the `given` data, where None leaves a field unchanged.
 
-    Without `end_idx` it has 1,000 rows, or those to the end of the data. Raises `DataError` for rows
-    outside the data, if the number of rows is known here, and `ConfigError` for invalid settings."""
+    Without `end_idx` it has 1,000 rows, or those to the end of the data. Raises `DataError` for
+    rows outside the data, if the number of rows is known here, and `ConfigError` for invalid
+    settings."""
     given = {name: value for name, value in given.items() if value is not None}
     if "dataset" in given and _is_same_file(given["dataset"], cfg.dataset):
         given["dataset"] = cfg.dataset  # the name under which rows were trained

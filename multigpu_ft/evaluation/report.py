@@ -465,8 +465,8 @@ class Evaluation:
     def rows(self, count: int = 5) -> list[dict[str, Any]]:
         """Return the `count` examples whose loss fell most, then the `count` whose loss rose most.
 
-        Each has its `row` in the target dataset, its number of `targets`, and, in nats per token (or
-        text), the `base` loss, the `newest` loss and their `change`."""
+        Each has its `row` in the target dataset, its number of `targets`, and, in nats per token
+        (or text), the `base` loss, the `newest` loss and their `change`."""
         return _most_changed(self.compared.target, count)
 
     def _repr_html_(self) -> str:
@@ -477,7 +477,8 @@ class Evaluation:
         return _record(self.compared, self._by_length, self.rows())
 
     def save(self) -> dict[str, Any]:
-        """Write evaluation.json, evaluation.html, the pictures and a CSV with each example's losses.
+        """Write evaluation.json, evaluation.html, the pictures and a CSV with each example's
+        losses.
 
         Each file in `folder` is replaced as a whole, the JSON last; files of an earlier evaluation
         that this one doesn't have are deleted. Returns the content of the JSON."""

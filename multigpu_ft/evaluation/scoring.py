@@ -160,7 +160,8 @@ def _prompts(
 ) -> list[np.ndarray]:
     """Return the first tokens of `count` examples, at most `room` each.
 
-    `seed` chooses the examples. The prompt of a conversation ends before the assistant's first turn."""
+    `seed` chooses the examples. The prompt of a conversation ends before the assistant's first
+    turn."""
     found: list[np.ndarray] = []
     for number in np.random.default_rng(seed).permutation(len(data.tokens)):
         if len(found) == count:

@@ -64,8 +64,9 @@ def ratio_estimates(
 ) -> list[ConfidenceInterval]:
     """Return the sum of each column of `values`, divided by the sum of `weights`, with intervals.
 
-    `values` is `float[n, k]`, and `weights`, `float[n]`, is positive. The intervals are bootstrapped
-    over the `n` examples, all columns together. Time grows with `n * draws`, memory doesn't."""
+    `values` is `float[n, k]`, and `weights`, `float[n]`, is positive. The intervals are
+    bootstrapped over the `n` examples, all columns together. Time grows with `n * draws`, memory
+    doesn't."""
     n, total = len(weights), weights.sum()
     ratios = values.sum(0) / total
     if n < FEWEST:
@@ -116,7 +117,8 @@ def share_estimate(hits: int, n: int) -> ConfidenceInterval:
 
 # %% ../../nbs/evaluation/02_statistics.ipynb #f00e6eea
 def mcnemar(gained: int, lost: int) -> float:
-    "Return the two-sided p-value of the exact test, with a relative error of 1e-7 up to millions of texts."
+    """Return the two-sided p-value of the exact test, with a relative error of 1e-7 up to millions
+    of texts."""
     n, fewer = gained + lost, min(gained, lost)
     log_ways = math.lgamma(n + 1) - math.lgamma(fewer + 1) - math.lgamma(n - fewer + 1)
     last = math.exp(log_ways - n * math.log(2))
@@ -128,7 +130,8 @@ def mcnemar(gained: int, lost: int) -> float:
 def share_difference(
     gained: int, lost: int, n: int, draws: int = DRAWS, seed: int = 0
 ) -> ConfidenceInterval:
-    """Return how much the share of right answers rose, with a bootstrap interval over the `n` texts.
+    """Return how much the share of right answers rose, with a bootstrap interval over the `n`
+    texts.
 
     Half a text is added to each cell of the table before resampling: otherwise the bootstrap takes
     what didn't happen in `n` texts for impossible."""

@@ -286,7 +286,8 @@ def _start(run_dir: RunDir) -> Run:
 
 # %% ../../nbs/generation/11_api.ipynb #40f93a30
 def _job_config(fine_tuned: FineTuned | None, settings: dict[str, Any]) -> RunConfig:
-    """Return the `RunConfig` of a generation: the model as it was trained, and which rows to answer.
+    """Return the `RunConfig` of a generation: the model as it was trained, and which rows to
+    answer.
 
     `settings` are the arguments of `generate`."""
     if fine_tuned and fine_tuned.config.task == "classification":

@@ -125,7 +125,8 @@ def _read_template(template: str | None) -> str | None:
 
 # %% ../../nbs/generation/07_completions.ipynb #fd19e198
 def answer_key(about: dict[str, Any], prompt: Iterable[int], seed: int) -> str:
-    "Return the key of an answer; `about` is what decides it besides the prompt's tokens and the seed."
+    """Return the key of an answer; `about` is what decides it besides the prompt's tokens and the
+    seed."""
     decisive = json.dumps([about, list(prompt), seed], sort_keys=True)
     return hashlib.sha256(decisive.encode()).hexdigest()[:24]
 

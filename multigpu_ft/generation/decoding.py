@@ -72,7 +72,8 @@ def _forward(model: nn.Module, **inputs: Any) -> torch.Tensor:
 def _read(
     model: nn.Module, prompt: Sequence[int], device: torch.device
 ) -> tuple[Any, torch.Tensor]:
-    "Return keys and values of `prompt` in the model's kind of cache, and the logits `[1, vocabulary]`."
+    """Return keys and values of `prompt` in the model's kind of cache, and the logits `[1,
+    vocabulary]`."""
     cache = DynamicCache(config=model.config)
     logits = _forward(model, input_ids=torch.tensor([prompt], device=device), past_key_values=cache)
     return cache, logits
@@ -360,7 +361,8 @@ class ContinuousBatchDecoder:
 
 # %% ../../nbs/generation/03_decoding.ipynb #4cda0b82
 class GroupedDecoder:
-    "A batch of at most `rows` samples of one question, for every model that transformers can decode."
+    """A batch of at most `rows` samples of one question, for every model that transformers can
+    decode."""
 
     def __init__(
         self, model: nn.Module, rules: Rules, rows: int, capacity: int, device: torch.device
@@ -438,7 +440,8 @@ def _attends_to_everything(config: Any, capacity: int) -> bool:
 
 
 def end_tokens(settings: Any, *others: int | None) -> frozenset[int]:
-    "Return the tokens that end a sequence: those of transformers' generation `settings`, and `others`."
+    """Return the tokens that end a sequence: those of transformers' generation `settings`, and
+    `others`."""
     own = settings.eos_token_id
     own = own if isinstance(own, list) else [own]
     return frozenset({*own, *others} - {None})

@@ -181,7 +181,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _name_of(run: RunDir, status: dict[str, Any]) -> str:
-    "Return the name of a run's export, that of the checkpoint with the same weights if there is one."
+    """Return the name of a run's export, that of the checkpoint with the same weights if there is
+    one."""
     checkpoint = status.get("checkpoint")
     return checkpoint if checkpoint and not run.config().keep_best else run.name
 

@@ -604,7 +604,9 @@ class Generation:
         self._writer = _Writer(shard, self._inputs, self._plan, self._rating, counts)
 
     def run(self) -> dict[str, Any]:
-        "Make the missing answers until all are made or a stop is requested. Returns the last status."
+        """Make the missing answers until all are made or a stop is requested.
+
+        Returns the last status."""
         begun, world, store = time.monotonic(), self._ranks.world, self._ranks.store
         self.run_log.status(
             state="running",

@@ -224,7 +224,8 @@ def load_model_for(
 
 
 def memory_key(fine_tuned: FineTuned | None) -> tuple[str, ...]:
-    """Return what two models must have in common for the second to be loaded into the first's memory.
+    """Return what two models must have in common for the second to be loaded into the first's
+    memory.
 
     None stands for the base model without an adapter."""
     if fine_tuned is None or (fine_tuned.is_checkpoint and not fine_tuned.has_adapter):
@@ -242,7 +243,8 @@ def memory_key(fine_tuned: FineTuned | None) -> tuple[str, ...]:
 def quantization_of(
     fine_tuned: FineTuned | None, base: RunConfig, world: World, wanted: str | None = None
 ) -> str:
-    """Return the quantization of the frozen weights: as `wanted`, or as when the adapter was trained.
+    """Return the quantization of the frozen weights: as `wanted`, or as when the adapter was
+    trained.
 
     Raises `ConfigError` if a package it needs is missing."""
     in_training = None

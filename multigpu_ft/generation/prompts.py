@@ -106,7 +106,8 @@ def tokenize_questions(
     left_out: LeftOut,
     enable_thinking: bool | None = None,
 ) -> list[Question]:
-    """Return `questions` with their prompts, and add those without room for an answer to `left_out`.
+    """Return `questions` with their prompts, and add those without room for an answer to
+    `left_out`.
 
     `positions` is the model's maximum number of tokens; `enable_thinking` is passed to the chat
     template. Raises `DataError` if no question is left."""

@@ -21,7 +21,8 @@ def sequence_seed(seed: int, question: int, sample: int) -> int:
 
 
 def draws(seed: int, count: int) -> np.ndarray:
-    "Draw one number in [0, 1) per token, `float64[count]`, with the counter-based generator Philox."
+    """Draw one number in [0, 1) per token, `float64[count]`, with the counter-based generator
+    Philox."""
     return np.random.Generator(np.random.Philox(seed)).random(count)
 
 # %% ../../nbs/generation/02_sampling.ipynb #a7a7c428

@@ -18,7 +18,8 @@ from ..run.config import RunConfig
 class VLLMDecoder:
     """Up to `rows` sequences at a time in a vLLM `engine`.
 
-    `make_params` returns the `SamplingParams` of a request; `lora` is the adapter's `LoRARequest`."""
+    `make_params` returns the `SamplingParams` of a request; `lora` is the adapter's
+    `LoRARequest`."""
 
     def __init__(
         self, engine: Any, make_params: Callable[[Request], Any], rows: int, lora: Any = None

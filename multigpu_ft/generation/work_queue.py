@@ -61,7 +61,8 @@ def decode(
     rows: int,
     on_less: Callable[[int], None] = lambda rows: None,
 ) -> Iterator[list[Answer]]:
-    """Yield the answers each step finishes, decoding `rows` sequences at a time until `queue` is empty.
+    """Yield the answers each step finishes, decoding `rows` sequences at a time until `queue` is
+    empty.
 
     If memory runs out, the unfinished sequences start again with half as many rows, and `on_less`
     is called with that number."""

@@ -50,11 +50,11 @@ def _alone(folder: Path) -> Iterator[None]:
 def pull(
     cfg: RunConfig, run_root: Path, revision: str | None = None, patience: Patience | None = None
 ) -> tuple[Path, Remote]:
-    """Download the checkpoint that `cfg.resume_file="hub:..."` names to `run_root`. Returns its path and description.
+    """Download the checkpoint that `cfg.resume_file="hub:..."` names to `run_root`. Returns its
+    path and description.
 
-    Raises as `find_remote`, and `CheckpointError` if there is no room, if a file differs from what the commit lists,
-    or if the connection fails for minutes.
-    """
+    Raises as `find_remote`, and `CheckpointError` if there is no room, if a file differs from what
+    the commit lists, or if the connection fails for minutes."""
     patience = patience or Patience()
     remote = find_remote(cfg, revision, patience)
     home = run_root / f"hub--{remote.repo.replace('/', '--')}"
@@ -74,10 +74,11 @@ def bring(
     tell: Callable[..., None],
     remark: Callable[[str], None],
 ) -> RunConfig:
-    """Download the checkpoint that `cfg` names on the Hub to rank 0's disk, unless the run has its own. A collective.
+    """Download the checkpoint that `cfg` names on the Hub to rank 0's disk, unless the run has its
+    own. A collective.
 
-    Returns `cfg` with the path of the checkpoint as resume_file. `tell` changes the status. Raises as `pull`.
-    """
+    Returns `cfg` with the path of the checkpoint as resume_file. `tell` changes the status. Raises
+    as `pull`."""
     found = None
     if world.is_main and parse_hub(cfg.resume_file) and not run_dir.checkpoints():
         tell(activity=f"fetching {cfg.resume_file}")
@@ -91,7 +92,9 @@ def bring(
 
 
 def _is_here(folder: Path, remote: Remote) -> bool:
-    "Return whether an intact copy is in `folder`. A damaged one, or another checkpoint, is deleted."
+    """Return whether an intact copy is in `folder`.
+
+    A damaged one, or another checkpoint, is deleted."""
     if not (folder / COMMIT_FILE).exists():
         return False
     with suppress(CheckpointError):
@@ -164,7 +167,8 @@ def _fetch_one(client: Any, remote: Remote, part: Path, size: int, patience: Pat
     most = 0
 
     def reached() -> int:
-        "Return the most bytes so far; a server that sends from the beginning makes no progress until it exceeds them."
+        """Return the most bytes so far; a server that sends from the beginning makes no progress
+        until it exceeds them."""
         nonlocal most
         most = max(most, part.stat().st_size if part.exists() else 0)
         return most

@@ -24,10 +24,10 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def _hub_id(name: str, identity: str) -> bool:
-    """Return whether the model or dataset `name` is on the Hub; `identity` is its entry in the fingerprint.
+    """Return whether the model or dataset `name` is on the Hub; `identity` is its entry in the
+    fingerprint.
 
-    A local one is recognised even on a machine that doesn't have it.
-    """
+    A local one is recognised even on a machine that doesn't have it."""
     return bool(_HUB_ID.fullmatch(name)) and not (
         is_local(identity) or is_file_name(name) or Path(name).exists()
     )
@@ -163,7 +163,8 @@ def _loading(cfg: RunConfig, repo: str, base: str, on_hub: bool) -> str:
 
 # %% ../../nbs/hub/01_model_card.ipynb #2435a84c
 def _newest(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    "Return the fingerprint and the slice ledger of the newest readable checkpoint of `run`, both empty without one."
+    """Return the fingerprint and the slice ledger of the newest readable checkpoint of `run`, both
+    empty without one."""
     for checkpoint in reversed(run.checkpoints()):
         with suppress(CheckpointError):
             return read_commit(checkpoint)["fingerprint"], read_progress(checkpoint)["trained"]
@@ -171,10 +172,10 @@ def _newest(run: RunDir) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def model_card(run_dir: str | Path | RunDir) -> str:
-    """Return the README.md that describes the run in `run_dir`, with the metadata that the Hub expects.
+    """Return the README.md that describes the run in `run_dir`, with the metadata that the Hub
+    expects.
 
-    Raises `ConfigError` if `run_dir` is not a run directory.
-    """
+    Raises `ConfigError` if `run_dir` is not a run directory."""
     run = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     cfg, status = run.config(), run.status()
     stored, trained = _newest(run)

@@ -45,7 +45,8 @@ class Unreachable(ConnectionError):
 
 
 def _transport_error() -> type[Exception]:
-    "Return the exception for failed connections of huggingface_hub's HTTP library, which depends on its version."
+    """Return the exception for failed connections of huggingface_hub's HTTP library, which depends
+    on its version."""
     from huggingface_hub import get_session
 
     libraries = [
@@ -97,8 +98,8 @@ class Patience:
     def wait(self, failures: int, error: BaseException) -> float:
         """Return the seconds to wait after so many failures in a row.
 
-        The wait is random within a factor, so that clients refused at the same moment don't return together.
-        """
+        The wait is random within a factor, so that clients refused at the same moment don't return
+        together."""
         wait = min(self.longest_s, self.first_s * 2 ** (failures - 1)) * random.uniform(0.5, 1.5)
         return max(
             [wait, *(min(e.after, 300.0) for e in _chain(error) if isinstance(e, Unreachable))]
@@ -127,7 +128,7 @@ def may_pass(error: BaseException) -> bool:
         error, (FileNotFoundError, PermissionError)
     )
 
-
+# %% ../../nbs/hub/02_repository.ipynb #d7a0e672
 def persist(
     do: Callable[[], Any],
     patience: Patience,
@@ -152,7 +153,8 @@ def persist(
 
 
 def reason(error: BaseException) -> str:
-    "Return the gist of an error in one line, without the query part of URLs, which may hold a signature."
+    """Return the gist of an error in one line, without the query part of URLs, which may hold a
+    signature."""
     roots = [e for e in _chain(error) if isinstance(e, Unreachable)]
     if roots:
         root = roots[0]
@@ -168,10 +170,10 @@ _ANSWER_S = 15.0  # limit for a question before training
 
 
 def hub_token() -> str:
-    """Return the Hub token from the environment, `hf auth login`, or the secrets of Kaggle or Colab.
+    """Return the Hub token from the environment, `hf auth login`, or the secrets of Kaggle or
+    Colab.
 
-    Raises `CheckpointError` naming the places for a token if there is none.
-    """
+    Raises `CheckpointError` naming the places for a token if there is none."""
     from huggingface_hub import get_token
 
     token = get_token()
@@ -184,7 +186,8 @@ def hub_token() -> str:
 
 
 def _within(seconds: float, ask: Callable[[], Any]) -> Any:
-    "Return or raise what `ask()` does; raise `Unreachable` if that takes longer, since huggingface_hub has no limit."
+    """Return or raise what `ask()` does; raise `Unreachable` if that takes longer, since
+    huggingface_hub has no limit."""
     answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def run() -> None:
@@ -239,10 +242,11 @@ def _may_write(user: dict[str, Any], repo: str) -> str | None:
 def check_access(cfg: RunConfig, answer_s: float = _ANSWER_S) -> list[str]:
     """Check before training that `cfg.hf_repo` can be written to; return remarks for the user.
 
-    Does nothing without hf_repo. If the Hub doesn't answer within `answer_s` seconds, that is a remark.
+    Does nothing without hf_repo. If the Hub doesn't answer within `answer_s` seconds, that is a
+    remark.
 
-    Raises `CheckpointError` for a token that is missing, not accepted or not allowed to write there.
-    """
+    Raises `CheckpointError` for a token that is missing, not accepted or not allowed to write
+    there."""
     if not cfg.hf_repo:
         return []
     from huggingface_hub import HfApi
@@ -289,10 +293,10 @@ class Remote:
 
 
 def parse_hub(resume_file: str) -> tuple[str, str | None] | None:
-    """Return repository and checkpoint of `hub:user/repo[@name]`, `None` for anything without the prefix `hub:`.
+    """Return repository and checkpoint of `hub:user/repo[@name]`, `None` for anything without the
+    prefix `hub:`.
 
-    Raises `ConfigError` if the rest has another form.
-    """
+    Raises `ConfigError` if the rest has another form."""
     if not resume_file.startswith(HUB_PREFIX):
         return None
     found = _SPEC.fullmatch(resume_file)
@@ -304,12 +308,15 @@ def parse_hub(resume_file: str) -> tuple[str, str | None] | None:
 
 
 def is_name(name: str) -> bool:
-    "Return whether `name` can name a checkpoint: one folder, no characters special to shells or file systems."
+    """Return whether `name` can name a checkpoint: one folder, no characters special to shells or
+    file systems."""
     return bool(_NAME.fullmatch(name)) and not name.endswith(PARTIAL)
 
 
 def folders(paths: list[str]) -> dict[str, set[str]]:
-    "Find the checkpoints among the files of a repository. Returns their names with the files in their folders."
+    """Find the checkpoints among the files of a repository.
+
+    Returns their names with the files in their folders."""
     found: dict[str, set[str]] = {}
     for path in paths:
         parts = path.split("/")
@@ -319,7 +326,9 @@ def folders(paths: list[str]) -> dict[str, set[str]]:
 
 # %% ../../nbs/hub/02_repository.ipynb #92e9a039
 def fetch_small(repo: str, path: str, revision: str) -> bytes:
-    "Return the content of a small file. Raises what huggingface_hub raises, and `CheckpointError` for a large file."
+    """Return the content of a small file.
+
+    Raises what huggingface_hub raises, and `CheckpointError` for a large file."""
     from huggingface_hub import get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -363,9 +372,9 @@ def find_remote(
 
     Pass a `revision` found earlier to read from that commit of the repository.
 
-    Raises `ConfigError` for a wrong form, `CheckpointError` if the repository or the checkpoint doesn't exist, can't be
-    read, is damaged, belongs to another model or dataset, or if the Hub can't be reached.
-    """
+    Raises `ConfigError` for a wrong form, `CheckpointError` if the repository or the checkpoint
+    doesn't exist, can't be read, is damaged, belongs to another model or dataset, or if the Hub
+    can't be reached."""
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,
@@ -440,10 +449,10 @@ def _find(repo: str, name: str | None, revision: str | None) -> Remote:
 
 
 def _newest_commit(repo: str, names: list[str], revision: str) -> tuple[str, dict[str, Any], bytes]:
-    """Return the newest usable checkpoint among `names`, its commit, and the content of its commit.json.
+    """Return the newest usable checkpoint among `names`, its commit, and the content of its
+    commit.json.
 
-    Raises `CheckpointError` if none is usable.
-    """
+    Raises `CheckpointError` if none is usable."""
     commits, broken = {}, []
     for name in names:
         content = fetch_small(repo, f"checkpoints/{name}/{COMMIT_FILE}", revision)

@@ -74,7 +74,8 @@ def _wanted_checkpoints(run: RunDir) -> list[Path]:
 
 
 def wanted(run: RunDir) -> dict[str, str]:
-    "Return the names of what the repository of `run` should hold, each with a digest of its current content."
+    """Return the names of what the repository of `run` should hold, each with a digest of its
+    current content."""
     found = {}
     for checkpoint in _wanted_checkpoints(run):
         with suppress(OSError):  # deleted in the meantime, when a newer one was saved
@@ -108,7 +109,8 @@ def read_record(run: RunDir) -> dict[str, Any]:
 
 
 def not_uploaded(run: RunDir, record: dict[str, Any] | None = None) -> list[str]:
-    "Return the names of what the repository of `run` should hold but, by its `record` (hub.json), doesn't."
+    """Return the names of what the repository of `run` should hold but, by its `record` (hub.json),
+    doesn't."""
     sent = (record or read_record(run))["uploaded"]
     return [name for name, what in wanted(run).items() if sent.get(name, {}).get("digest") != what]
 
@@ -146,8 +148,8 @@ def _has_content(file: Any, source: Path | bytes, about: dict[str, Any] | None) 
 class _Pass:
     """The repository of a run as it is now, and what is sent to it.
 
-    `arrived` is called with path and SHA-256 of each file that has arrived, in this pass or an earlier one.
-    """
+    `arrived` is called with path and SHA-256 of each file that has arrived, in this pass or an
+    earlier one."""
 
     def __init__(self, run: RunDir, arrived: Callable[[tuple[str, bytes]], None]) -> None:
         from huggingface_hub import HfApi
@@ -172,7 +174,8 @@ class _Pass:
         }
 
     def has(self, path: str, source: Path | bytes, about: dict[str, Any] | None = None) -> bool:
-        "Return whether the repository has this content under `path`; `about` is its size and SHA-256 if known."
+        """Return whether the repository has this content under `path`; `about` is its size and
+        SHA-256 if known."""
         return _has_content(self.there.get(path), source, about)
 
     def add(self, path: str, source: Path | bytes) -> Any:
@@ -185,7 +188,9 @@ class _Pass:
         return addition
 
     def commit(self, operations: list[Any], message: str) -> str | None:
-        "Commit `operations`, and the model card if it has changed. Returns the commit's name, `None` without changes."
+        """Commit `operations`, and the model card if it has changed.
+
+        Returns the commit's name, `None` without changes."""
         from huggingface_hub import CommitOperationAdd
 
         if card := self._card():
@@ -202,7 +207,8 @@ class _Pass:
         return self.api.create_commit(self.repo, operations, commit_message=message).oid
 
     def _card(self) -> bytes | None:
-        "Return the model card if it has changed and the one in the repository was not written by the user."
+        """Return the model card if it has changed and the one in the repository was not written by
+        the user."""
         card = model_card(self.run).encode()
         if self.card_refused or self.has(_CARD, card):
             return None
@@ -217,10 +223,10 @@ _OURS = re.compile(r"rank\d+\.safetensors|progress\.json|commit\.json")
 
 
 def _send_checkpoint(now: _Pass, checkpoint: Path) -> str | None:
-    """Send what the repository lacks of a checkpoint. Returns the commit, `None` if nothing was missing.
+    """Send what the repository lacks of a checkpoint. Returns the commit, `None` if nothing was
+    missing.
 
-    Raises `_Superseded` if it is no longer on the disk, `CheckpointError` if it is damaged.
-    """
+    Raises `_Superseded` if it is no longer on the disk, `CheckpointError` if it is damaged."""
     content, commit = (checkpoint / COMMIT_FILE).read_bytes(), read_commit(checkpoint)
     folder = f"checkpoints/{checkpoint.name}"
     try:
@@ -295,8 +301,8 @@ _OUR_EXPORT = re.compile(
 def _send_export(now: _Pass, folder: Path) -> str | None:
     """Send the exported model. Returns the commit, `None` if nothing was missing.
 
-    Files of an earlier export that this one doesn't have are deleted, so that no mixture of the two can be loaded.
-    """
+    Files of an earlier export that this one doesn't have are deleted, so that no mixture of the two
+    can be loaded."""
     from huggingface_hub import CommitOperationDelete
 
     files = {
@@ -333,11 +339,12 @@ def push_run(
     ending: Callable[[], bool] = lambda: True,
     pause: Callable[[float], None] = time.sleep,
 ) -> list[str]:
-    """Send what is complete in the run directory to `hf_repo`, and update hub.json. Returns the names still missing.
+    """Send what is complete in the run directory to `hf_repo`, and update hub.json. Returns the
+    names still missing.
 
-    The count of failures restarts with each file that arrives for the first time, and when `ending()` becomes true,
-    which means that the run has ended. `pause` waits between two attempts.
-    """
+    The count of failures restarts with each file that arrives for the first time, and when
+    `ending()` becomes true, which means that the run has ended. `pause` waits between two
+    attempts."""
     record = read_record(run)
     arrived = set()
 
@@ -369,7 +376,9 @@ def _send(
     note: Callable[[], None],
     arrived: Callable[[tuple[str, bytes]], None],
 ) -> None:
-    "Send what is missing, one item a pass, until nothing new is wanted. Raises `CheckpointError` for a damaged one."
+    """Send what is missing, one item a pass, until nothing new is wanted.
+
+    Raises `CheckpointError` for a damaged one."""
     from huggingface_hub import constants
 
     looked_at, damage = {}, None
@@ -488,10 +497,11 @@ class Uploader:
     def finish(
         self, hurried: Callable[[], bool] = lambda: False, look: Callable[[], None] = lambda: None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Wait until everything is uploaded or can't be. Returns what to add to the status, and remarks.
+        """Wait until everything is uploaded or can't be. Returns what to add to the status, and
+        remarks.
 
-        `look` is called while waiting. `hurried` returns whether the user has asked the run to stop.
-        """
+        `look` is called while waiting. `hurried` returns whether the user has asked the run to
+        stop."""
         self._process.stdin.close()
         wait = _Wait(self._run.status().get("session_end") or float("inf"))
         again = False

@@ -47,7 +47,9 @@ def _advice(cfg: RunConfig, failure: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../../nbs/launcher/03_restarts.ipynb #6076a79c
 class Attempts:
-    "Decides whether the run in `run_dir` is restarted. `cfg` is the configuration of the next attempt."
+    """Decides whether the run in `run_dir` is restarted.
+
+    `cfg` is the configuration of the next attempt."""
 
     def __init__(self, run_dir: RunDir, cfg: RunConfig) -> None:
         self._run_dir = run_dir
@@ -55,7 +57,9 @@ class Attempts:
         self._restarts = 0
 
     def again(self, failure: dict[str, Any]) -> bool:
-        "Return whether to restart the run after `failure`. If not, mark it in status.json as failed, with the reason."
+        """Return whether to restart the run after `failure`.
+
+        If not, mark it in status.json as failed, with the reason."""
         cfg = self.cfg
         if _out_of_memory(failure):
             if smaller := smaller_micro_batch(cfg):

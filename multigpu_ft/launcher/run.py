@@ -206,7 +206,7 @@ def _progress(run: "_RunInfo", recent: int = 20) -> str:
 
 
 class _RunInfo:
-    "What can be read of the run in a directory: state, failure, metrics, logs, loss."
+    "The readable side of a run: its state, failure, metrics, logs and loss."
 
     def __init__(self, path: str | Path | RunDir, agent: subprocess.Popen | None) -> None:
         self.dir = path if isinstance(path, RunDir) else RunDir(path)

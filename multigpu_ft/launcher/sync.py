@@ -34,7 +34,9 @@ def _sync_hub(run: Run) -> dict[str, Any]:
 
 
 def _sync_wandb(run: Run) -> dict[str, Any]:
-    "Upload to W&B. Raises `ConfigError` if there is no key, or if W&B can't be reached or rejects the run."
+    """Upload to W&B.
+
+    Raises `ConfigError` if there is no key, or if W&B can't be reached or rejects the run."""
     check_trackers(run.config)
     return {"uploaded": sync_wandb(run.dir.path), "remarks": []}
 
@@ -51,9 +53,8 @@ def sync(run: Run | str | Path) -> dict[str, Any]:
 
     Returns for each service what it has now, `ok` (whether nothing is missing) and `remarks`.
 
-    Raises `ConfigError` if the run uses no service, is still training, or has no W&B key; `CheckpointError` if the
-    Hub's token is missing or can't write.
-    """
+    Raises `ConfigError` if the run uses no service, is still training, or has no W&B key;
+    `CheckpointError` if the Hub's token is missing or can't write."""
     run = run if isinstance(run, Run) else Run(run)
     services = {name: send for name, (uses, send) in _SERVICES.items() if uses(run.config)}
     if not services:

@@ -285,7 +285,8 @@ _NOTEBOOK_GIB = 0.6  # kernel and agent
 def longest_batch(cfg: RunConfig, packing: str, labels: bool) -> dict[str, np.ndarray]:
     """Return the longest possible batch.
 
-    All rows are full, except one that is a token shorter: with equal rows there would be no mask."""
+    All rows are full, except one that is a token shorter: with equal rows there would be no
+    mask."""
     lengths = [cfg.max_length] * (cfg.batch_size - 1) + [cfg.max_length - (cfg.batch_size > 1)]
     rows = [[Text(np.ones(length, np.int32), label=0 if labels else None)] for length in lengths]
     return collate(rows, 0, packing)

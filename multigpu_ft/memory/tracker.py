@@ -121,7 +121,8 @@ class _Storages:
         self.resize(number, 0)
 
     def refill(self, storage: torch.UntypedStorage, category: str) -> int:
-        "Return the number of `storage`, which may have been empty, for the use that `category` names."
+        """Return the number of `storage`, which may have been empty, for the use that `category`
+        names."""
         number = self.meet(storage)
         self.resize(number, _size(storage))
         if self.category[number] in ("temporary", "activations"):

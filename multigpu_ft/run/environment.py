@@ -43,7 +43,8 @@ def default_run_root() -> str:
 
 
 def outputs_folder() -> Path | None:
-    "Return the folder that outlives the session; None if there is none, or the run root outlives it."
+    """Return the folder that outlives the session; None if there is none, or the run root outlives
+    it."""
     here = platform()
     if here == "kaggle":
         return KAGGLE_OUTPUTS
@@ -143,8 +144,8 @@ def _is_called(known: str, wanted: str) -> bool:
 def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
     """Return the GPU named `wanted`, or a GPU with that many GiB.
 
-    Several spellings of a name are known: `T4`, `Tesla T4`, `NVIDIA H100 80GB HBM3`. `memory_mib` is
-    the memory of an installed GPU. Raises `ConfigError` for an unknown name."""
+    Several spellings of a name are known: `T4`, `Tesla T4`, `NVIDIA H100 80GB HBM3`. `memory_mib`
+    is the memory of an installed GPU. Raises `ConfigError` for an unknown name."""
     number = re.fullmatch(r"\s*(\d+(\.\d+)?)\s*(gi?b)?\s*", str(wanted).lower())
     if number:
         if not 0 < float(number[1]) <= 10_000:

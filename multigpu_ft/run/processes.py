@@ -123,7 +123,8 @@ class StopSignal:
 
 # %% ../../nbs/run/07_processes.ipynb #e41ca826
 def leave(code: int) -> NoReturn:
-    "Exit without the interpreter's shutdown, in which threads of a process group may wait for a peer."
+    """Exit without the interpreter's shutdown, in which threads of a process group may wait for a
+    peer."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -150,7 +151,8 @@ def write_error(path: Path, error: BaseException) -> None:
 
 
 def read_error(path: Path) -> dict | None:
-    "Read `type`, `text`, `clear`, `time` and `py_callstack` from an error file; None if there is none."
+    """Read `type`, `text`, `clear`, `time` and `py_callstack` from an error file; None if there is
+    none."""
     try:
         return json.loads(path.read_text())["message"]["extraInfo"]
     except (FileNotFoundError, json.JSONDecodeError):
@@ -209,7 +211,8 @@ def has_nothing_to_finish(node_dir: RunDir) -> bool:
 def is_alive(run_dir: RunDir, silence_s: float = 3600) -> bool:
     """Return whether processes of the run exist.
 
-    If the run is on another machine: whether it wrote its status in the last `silence_s` seconds."""
+    If the run is on another machine: whether it wrote its status in the last `silence_s`
+    seconds."""
     status = run_dir.status()
     if status["state"] not in LIVE_STATES:
         return False

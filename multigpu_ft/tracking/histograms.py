@@ -20,7 +20,9 @@ _PIECE = 2**22  # values
 
 
 def _counts(values: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-    "Return how many of `values` are in each bin. As in numpy, the last bin includes its upper edge."
+    """Return how many of `values` are in each bin.
+
+    As in numpy, the last bin includes its upper edge."""
     total = torch.zeros(_BINS, dtype=torch.int64, device=values.device)
     for piece in values.reshape(-1).split(_PIECE):
         place = torch.bucketize(piece.float(), edges[1:-1], right=True, out_int32=True)
@@ -29,7 +31,8 @@ def _counts(values: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
 
 
 def _edges(extremes: torch.Tensor) -> torch.Tensor:
-    "Return the edges of the bins, a row for each tensor, from rows of its negated lowest and its highest value."
+    """Return the edges of the bins, a row for each tensor, from rows of its negated lowest and its
+    highest value."""
     low, high = -extremes[:, 0], extremes[:, 1]
     flat = (high == low).float() / 2  # widen a single value by 0.5 on either side, as numpy does
     low, high = low - flat, high + flat
@@ -40,12 +43,13 @@ def _edges(extremes: torch.Tensor) -> torch.Tensor:
 
 
 def histograms(strategy: Single) -> dict[str, Histogram]:
-    """Return histograms of `gradients/NAME` and `parameters/NAME` for all trained parameters. A collective.
+    """Return histograms of `gradients/NAME` and `parameters/NAME` for all trained parameters. A
+    collective.
 
-    Call it after gradients are clipped and before the optimizer's step. Returns them on the main rank, and an empty
-    dictionary on others. A tensor with values that are not finite has no histogram. Under ZeRO there are none of
-    gradients, which DeepSpeed has used up by then, and the parameters are those after the step.
-    """
+    Call it after gradients are clipped and before the optimizer's step. Returns them on the main
+    rank, and an empty dictionary on others. A tensor with values that are not finite has no
+    histogram. Under ZeRO there are none of gradients, which DeepSpeed has used up by then, and the
+    parameters are those after the step."""
     named = {name: p for name, p in strategy.unwrap_model().named_parameters() if p.requires_grad}
     state = strategy.state_parts()[0]
     parts = {
@@ -89,7 +93,8 @@ def histograms(strategy: Single) -> dict[str, Histogram]:
 def _as_histograms(
     names: list[str], edges: np.ndarray, counted: np.ndarray
 ) -> dict[str, Histogram]:
-    "Return the histograms of `names` from rows of edges and rows of counts, sum and sum of squares."
+    """Return the histograms of `names` from rows of edges and rows of counts, sum and sum of
+    squares."""
     found = {}
     for name, bounds, row in zip(names, edges, counted, strict=True):
         if np.isfinite(bounds).all() and np.isfinite(row).all():

@@ -71,9 +71,9 @@ def choose_line(
 ) -> tuple[str, str | None]:
     """Return the line of `run_dir`, and a remark if the run leaves `line`.
 
-    The run continues after `step` steps from `checkpoint`, whose line is `line` (empty: none). `slice` holds the run's
-    first row and the row after its last. `rows_a_step` is its global batch.
-    """
+    The run continues after `step` steps from `checkpoint`, whose line is `line` (empty: none).
+    `slice` holds the run's first row and the row after its last. `rows_a_step` is its global
+    batch."""
     new = f"{run_dir.name}-{secrets.token_hex(3)}"
     if own := run_dir.status().get("line"):
         return own, None

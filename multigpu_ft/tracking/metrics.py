@@ -40,7 +40,9 @@ class RunLog:
         self.hand_on: Callable[[dict[str, Any]], list[str]] = lambda record: []
 
     def log(self, record: dict[str, Any]) -> None:
-        "Append `record` to metrics.jsonl, as one line in one write. NaN and infinity become null: JSON lacks them."
+        """Append `record` to metrics.jsonl, as one line in one write.
+
+        NaN and infinity become null: JSON lacks them."""
         if self._is_main:
             record = {
                 k: None if isinstance(v, float) and not math.isfinite(v) else v
@@ -126,18 +128,20 @@ class Stopwatch:
 
 
 def peak_memory(device: torch.device) -> int:
-    "Return the peak memory of this process in bytes: allocated on its GPU, or resident in host memory."
+    """Return the peak memory of this process in bytes: allocated on its GPU, or resident in host
+    memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 # %% ../../nbs/tracking/01_metrics.ipynb #28ad65e8
 def flops_per_token(model: nn.Module, mean_length: float) -> float:
-    """Return the operations that training `model` needs for one token of a text of `mean_length` tokens.
+    """Return the operations that training `model` needs for one token of a text of `mean_length`
+    tokens.
 
-    Each weight takes 2 forward and 2 backward, and 2 more if it is trained. Attention takes 12 for each block, hidden
-    unit and earlier token. Embeddings are looked up, not multiplied, unless the head shares them.
-    """
+    Each weight takes 2 forward and 2 backward, and 2 more if it is trained. Attention takes 12 for
+    each block, hidden unit and earlier token. Embeddings are looked up, not multiplied, unless the
+    head shares them."""
     looked_up = {
         id(p)
         for module in model.modules()
@@ -158,7 +162,8 @@ def flops_per_token(model: nn.Module, mean_length: float) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    "Return the peak operations per second of `device` in `dtype`, `None` if unknown (a CPU, another GPU, fp32)."
+    """Return the peak operations per second of `device` in `dtype`, `None` if unknown (a CPU,
+    another GPU, fp32)."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     about = torch.cuda.get_device_properties(device)

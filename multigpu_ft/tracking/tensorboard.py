@@ -23,8 +23,8 @@ import numpy as np
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl by name.
 
-    A list has one number per rank, named `peak_memory_gib/rank0` and so on. Empty values are left out.
-    """
+    A list has one number per rank, named `peak_memory_gib/rank0` and so on. Empty values are left
+    out."""
     flat = {}
     for name, value in record.items():
         flat |= (
@@ -177,9 +177,8 @@ class _EventFile:
 class TensorBoard:
     """Writes the curve of a line to `folder`.
 
-    `step` is where the run starts. `settings` is shown as a table. `earlier` returns records of the steps before, which
-    are added if the folder lacks them.
-    """
+    `step` is where the run starts. `settings` is shown as a table. `earlier` returns records of the
+    steps before, which are added if the folder lacks them."""
 
     def __init__(
         self,

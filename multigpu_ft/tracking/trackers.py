@@ -70,7 +70,9 @@ def _open_tensorboard(
     settings: dict[str, Any],
     earlier: Callable[[], list[dict[str, Any]]],
 ) -> TensorBoard:
-    "Open a line's folder. The first of `roots` holds this run; the last may be an earlier session's."
+    """Open a line's folder.
+
+    The first of `roots` holds this run; the last may be an earlier session's."""
     folder = roots[0] / "tensorboard" / line
     kept = roots[-1] / "tensorboard" / line  # with the earlier session's histograms
     if not folder.exists() and kept.is_dir():
@@ -111,11 +113,11 @@ class Trackers:
     def open(
         cls, run_dir: RunDir, cfg: RunConfig, progress: Progress, checkpoint: Path | None
     ) -> "Trackers":
-        """Open the trackers that `cfg` names, for a run that continues from `checkpoint` at `progress`.
+        """Open the trackers that `cfg` names, for a run that continues from `checkpoint` at
+        `progress`.
 
-        Also chooses the run's line; the status must already name the checkpoint. Only for the main rank, which writes
-        the line's name into checkpoints.
-        """
+        Also chooses the run's line; the status must already name the checkpoint. Only for the main
+        rank, which writes the line's name into checkpoints."""
         remark = _settle_line(run_dir, cfg, progress, checkpoint)
         line, step, settings = progress.line, progress.step, tracked_settings(run_dir)
         roots = [run_dir.path.parent]

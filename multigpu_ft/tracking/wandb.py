@@ -134,6 +134,7 @@ def _in_netrc(host: str) -> bool:
 # %% ../../nbs/tracking/05_wandb.ipynb #59ffc544
 # Time limits in seconds: the answer of the server, the start of a run, its end.
 _PROBE_S, _INIT_S, FINISH_S = 3, 20, 10
+_MOST_WAITING = 20_000  # jobs; more wait only if W&B hangs or is slower than training
 # `sync` keeps no GPU waiting, and on a busy machine W&B's service takes up to a minute to start.
 _PATIENT_S = 120
 # W&B and its files receive only what we log. Settings that the installed version doesn't know are left out.
@@ -273,15 +274,12 @@ def _fill_in(run: Any, records: list[dict[str, Any]], has: int) -> None:
             _log(run, record)
 
 # %% ../../nbs/tracking/05_wandb.ipynb #cb58caf6
-_MOST_WAITING = 20_000  # jobs; more wait only if W&B hangs or is slower than training
-
-
 class Wandb:
     """Logs a run to W&B's run of `line`, in a thread.
 
-    `step` is where the run starts. `config` is shown as its settings. `earlier` returns records of the steps before,
-    which are added if W&B lacks them. `roots` are the folders that hold the line's runs. `remarks` are for the user.
-    """
+    `step` is where the run starts. `config` is shown as its settings. `earlier` returns records of
+    the steps before, which are added if W&B lacks them. `roots` are the folders that hold the
+    line's runs. `remarks` are for the user."""
 
     def __init__(
         self,
@@ -309,7 +307,9 @@ class Wandb:
         self._later(lambda run: step > self._has and _log_histograms(run, step, histograms))
 
     def log_checkpoint(self, path: Path, step: int) -> None:
-        "Log an artifact that refers to the directory, with the digests of its files. Nothing is copied or uploaded."
+        """Log an artifact that refers to the directory, with the digests of its files.
+
+        Nothing is copied or uploaded."""
         metadata = {"step": step, "files": read_commit(path)["files"]}
 
         def log(run: Any) -> None:
@@ -443,7 +443,9 @@ class _Missing:
 
 
 def _upload(run_dir: RunDir, line: str, choose: Callable[[int], list[dict[str, Any]]]) -> list[str]:
-    "Log the records that `choose` returns for the last step that W&B has. Returns their range in words."
+    """Log the records that `choose` returns for the last step that W&B has.
+
+    Returns their range in words."""
     run = _init(
         run_dir,
         line,

@@ -85,7 +85,8 @@ class Saves:
             run_log.remark(trouble)
 
     def handle_error(self) -> None:
-        "Handle a failed save that all ranks know of: raise its error, or add a remark and continue."
+        """Handle a failed save that all ranks know of: raise its error, or add a remark and
+        continue."""
         error, self.error = self.error, None
         if isinstance(error, FloatingPointError) or (error and self.cfg.save_failure == "stop"):
             raise error

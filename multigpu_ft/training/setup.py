@@ -210,12 +210,12 @@ def load_base(
     quantization: str,
     sharded: bool,
 ) -> tuple[nn.Module, bool]:
-    """Return the model of `cfg`, as a strategy's `prepare` expects it, and whether it is `streamed`. A collective.
+    """Return the model of `cfg`, as a strategy's `prepare` expects it, and whether it is
+    `streamed`. A collective.
 
-    Its weights are of `dtype` or quantized; those of a `streamed` model are only on rank 0. Packed weights are small,
-    so each rank makes its own on its device, unless they are to be `sharded`. One rank reads everything else and sends
-    it to the others. Raises `ModelError`.
-    """
+    Its weights are of `dtype` or quantized; those of a `streamed` model are only on rank 0. Packed
+    weights are small, so each rank makes its own on its device, unless they are to be `sharded`.
+    One rank reads everything else and sends it to the others. Raises `ModelError`."""
     streamed = world.size > 1 and (quantization == "none" or sharded)
     if world.is_main or not streamed:
         device = torch.device("cpu") if streamed else world.device
@@ -234,9 +234,8 @@ def with_loss(
 ) -> nn.Module:
     """Return `model`, as `load_base` returns it, with its adapter and its loss.
 
-    Pass the `kind` of device if it isn't the one that the inputs are on. Raises `ModelError` for target modules that
-    the model doesn't have.
-    """
+    Pass the `kind` of device if it isn't the one that the inputs are on. Raises `ModelError` for
+    target modules that the model doesn't have."""
     base = model
     if cfg.tuning != "full":
         model = add_adapter(cfg, model)
@@ -247,11 +246,11 @@ def with_loss(
 
 
 def put_under(cfg: RunConfig, strategy: Single, loss_model: nn.Module, streamed: bool) -> int:
-    """Prepare `loss_model` and its optimizer for `strategy`, and choose activation checkpointing. A collective.
+    """Prepare `loss_model` and its optimizer for `strategy`, and choose activation checkpointing. A
+    collective.
 
-    Returns k if every k-th block recomputes its activations, 0 if none does. Raises `ModelError` if the model doesn't
-    support that.
-    """
+    Returns k if every k-th block recomputes its activations, 0 if none does. Raises `ModelError` if
+    the model doesn't support that."""
     base = without_adapter(loss_model.model)
     strategy.prepare(loss_model, lambda prepared: make_optimizer(cfg, prepared), streamed)
     free = -strategy.world.max(-strategy.free_memory())
@@ -263,7 +262,8 @@ def put_under(cfg: RunConfig, strategy: Single, loss_model: nn.Module, streamed:
 
 # %% ../../nbs/training/04_setup.ipynb #8b36670c
 def _as_planned(cfg: RunConfig, plan: dict[str, Any], world: World) -> tuple[RunConfig, str | None]:
-    "Return `cfg` with the decisions of `plan` and its reason for the strategy, if `plan` was made for these GPUs."
+    """Return `cfg` with the decisions of `plan` and its reason for the strategy, if `plan` was made
+    for these GPUs."""
     if not plan or world.device.type != "cuda" or plan["gpus"] != world.size:
         return cfg, None
     memory = torch.cuda.get_device_properties(world.device).total_memory / 2**20
@@ -287,11 +287,11 @@ def prepare_model(
 ) -> Prepared:
     """Load the model of `cfg` and prepare it under its strategy. A collective.
 
-    The `plan` of the run directory decides what `cfg` leaves open. Only weights that another program saved are read
-    from `checkpoint` here.
+    The `plan` of the run directory decides what `cfg` leaves open. Only weights that another
+    program saved are read from `checkpoint` here.
 
-    Raises `ConfigError`, `ModelError` or `CheckpointError` for what cannot be found, does not fit or cannot work.
-    """
+    Raises `ConfigError`, `ModelError` or `CheckpointError` for what cannot be found, does not fit
+    or cannot work."""
     cfg, planned = _as_planned(cfg, plan or {}, world)
     quantization, quantization_reason = choose_quantization(cfg, world.size, world.device)
     dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, world.device)
@@ -326,11 +326,11 @@ def prepare_model(
 def settle_packing(
     cfg: RunConfig, strategy: Single, texts: TokenizedTexts, begun: str | None = None
 ) -> tuple[str, str, bool]:
-    """Return the packing, the reason for it, and whether the loss is computed in chunks. A collective.
+    """Return the packing, the reason for it, and whether the loss is computed in chunks. A
+    collective.
 
-    The choice about chunks is also set in `strategy`'s model. `begun` is the packing of a slice that has already
-    begun; with `auto` it is kept.
-    """
+    The choice about chunks is also set in `strategy`'s model. `begun` is the packing of a slice
+    that has already begun; with `auto` it is kept."""
     core = getattr(strategy.model, "module", strategy.model)
     model, world = strategy.unwrap_model(), strategy.world
     if cfg.task == "classification":

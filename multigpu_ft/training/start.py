@@ -78,7 +78,9 @@ class TrainingData:
 
 # %% ../../nbs/training/05_start.ipynb #42099208
 class Rank:
-    "This process among the ranks of a run: its world, its heartbeat and the run's log. Making one is a collective."
+    """This process among the ranks of a run: its world, its heartbeat and the run's log.
+
+    Making one is a collective."""
 
     def __init__(self, run_dir: RunDir, cfg: RunConfig, stop: StopSignal) -> None:
         self.run_dir = run_dir
@@ -102,7 +104,8 @@ class Rank:
         return [int(pid) for (pid,) in every[first : first + world.local_size]]
 
     def asked_to_stop(self) -> bool:
-        "Return whether this rank knows of a request to stop: a signal or, on the first rank of a node, the stop file."
+        """Return whether this rank knows of a request to stop: a signal or, on the first rank of a
+        node, the stop file."""
         if self._stop.requested:
             return True
         return self.world.local_rank == 0 and self.node_dir.stop_requested()
@@ -110,7 +113,8 @@ class Rank:
 # %% ../../nbs/training/05_start.ipynb #ebbe82ae
 @dataclass(frozen=True)
 class Start:
-    "Where a run begins: its settings, the checkpoint it resumes from, if any, and what is known of it."
+    """Where a run begins: its settings, the checkpoint it resumes from, if any, and what is known
+    of it."""
 
     cfg: RunConfig
     checkpoint: Path | None

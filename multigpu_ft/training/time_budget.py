@@ -46,9 +46,9 @@ _STEPS_TO_JUDGE = 5
 class TimeBudget:
     """Times the steps and saves of a run, and says when to save and when to stop.
 
-    `launched` and `session_end`, the end of the session if it is known, are in seconds since 1970. `save_bytes` is the
-    expected size of a checkpoint. If the last checkpoint is `copied` to another disk, that takes as long as a save.
-    """
+    `launched` and `session_end`, the end of the session if it is known, are in seconds since 1970.
+    `save_bytes` is the expected size of a checkpoint. If the last checkpoint is `copied` to another
+    disk, that takes as long as a save."""
 
     def __init__(
         self,
@@ -101,7 +101,8 @@ class TimeBudget:
         return self._allowed is not None and self._left() < 2 * self._steps.longest_s
 
     def forecast(self, step: int, total_steps: int) -> str | None:
-        "Return, once, a remark that `total_steps` will not be reached; `None` if they will, or if it was made before."
+        """Return, once, a remark that `total_steps` will not be reached; `None` if they will, or if
+        it was made before."""
         if self._allowed is None or self._forecast_made or self._steps.count < _STEPS_TO_JUDGE:
             return None
         self._forecast_made = True

@@ -156,7 +156,8 @@ def _begin_slice(
 
 
 def _remarks_on_batch(cfg: RunConfig, world: World, rows: int, own_rows: int) -> list[str]:
-    "Return a remark if the global batch stays `rows`, as the slice began, and `cfg` alone would make it `own_rows`."
+    """Return a remark if the global batch stays `rows`, as the slice began, and `cfg` alone would
+    make it `own_rows`."""
     if rows == own_rows:
         return []
     accum_steps = -(-rows // (cfg.batch_size * world.size))
@@ -473,7 +474,9 @@ def _agree(training: Training) -> tuple[bool, bool]:
 def _log_step(
     training: Training, interval: Interval, end: _StepEnd, rate: float, norm: torch.Tensor
 ) -> tuple[dict[str, Any], bool]:
-    "Log the steps of `interval`. Returns entries for the status, and whether an evaluation was the best."
+    """Log the steps of `interval`.
+
+    Returns entries for the status, and whether an evaluation was the best."""
     rank, progress = training.rank, training.progress
     found, best = {}, False
     measured = interval.measure(training.watch, training.flops_per_token)

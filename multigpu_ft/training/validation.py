@@ -59,7 +59,8 @@ def scored_batches(
 def evaluate_texts(
     strategy: Single, texts: TokenizedTexts, batch_size: int, num_labels: int = 0
 ) -> dict[str, float]:
-    """Return the `loss` over all targets in nats and, with labels, `accuracy` and `f1`. A collective.
+    """Return the `loss` over all targets in nats and, with labels, `accuracy` and `f1`. A
+    collective.
 
     Each rank scores `batch_size` rows at a time."""
     total, confusion = 0.0, np.zeros((num_labels, num_labels))
@@ -77,12 +78,15 @@ def evaluate_texts(
 
 # %% ../../nbs/training/02_validation.ipynb #8186d5a7
 def best_scores(progress: Progress) -> dict[str, Any]:
-    "Return scores, `step` and, once saved, `checkpoint` of the best evaluation; empty if there is none."
+    """Return scores, `step` and, once saved, `checkpoint` of the best evaluation; empty if there is
+    none."""
     return {name: value for name, value in progress.best.items() if name != "data"}
 
 
 class Evaluations:
-    "Evaluates a training run on held-out `texts` (`None`: never) and tracks the best result. Methods are collectives."
+    """Evaluates a training run on held-out `texts` (`None`: never) and tracks the best result.
+
+    Methods are collectives."""
 
     def __init__(
         self,
@@ -121,7 +125,8 @@ class Evaluations:
         return self.newest
 
     def judge(self, planned: bool) -> tuple[dict[str, float], bool]:
-        """Evaluate after a step. Returns the scores, and whether to save a checkpoint because they are the best so far.
+        """Evaluate after a step. Returns the scores, and whether to save a checkpoint because they
+        are the best so far.
 
         `planned` has the meaning it has in `Progress.judge`."""
         progress = self.progress
@@ -136,7 +141,8 @@ class Evaluations:
 
 # %% ../../nbs/training/02_validation.ipynb #15b1355f
 def check_room_for_best(cfg: RunConfig, strategy: Single, run_dir: RunDir, room: int) -> None:
-    "Raise `CheckpointError` if a disk with room for `room` checkpoints can't hold the best one beside the newest."
+    """Raise `CheckpointError` if a disk with room for `room` checkpoints can't hold the best one
+    beside the newest."""
     if room < 2 and cfg.chooses_best:
         needed = checkpoint_bytes(cfg, strategy) / 2**30
         raise CheckpointError(
@@ -149,7 +155,8 @@ def check_room_for_best(cfg: RunConfig, strategy: Single, run_dir: RunDir, room:
 def load_best(evaluations: Evaluations, run_dir: RunDir, storage: Storage) -> dict[str, Any]:
     """Load the weights of the best checkpoint, unless it is the last one. A collective.
 
-    Returns changes for status.json. If the checkpoint can't be loaded, a remark says why and the last weights stay."""
+    Returns changes for status.json. If the checkpoint can't be loaded, a remark says why and the
+    last weights stay."""
     best, remark = best_scores(evaluations.progress), evaluations.run_log.remark
     before = run_dir.status().get("eval_before", {})
     if not evaluations.cfg.chooses_best or not best:
