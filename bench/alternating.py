@@ -1,9 +1,9 @@
-"""Our step and a bare one in turn, in the same two processes: what the machine does to one it does to the other.
+"""Take our step and a bare one in turn, in the same two processes, so that the machine's noise affects both alike.
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/alternating.py ddp|fsdp FOLDER STEPS
 
-"Ours" is all that a run does for a step (see ours.py). The bare step gets its batch, the same
-one, for nothing. Prints the ratio of each pair, bare time over our time."""
+"Ours" is all that a run does for a step (see ours.py). The bare step gets the same batch, at no
+cost. Prints the ratio of each pair, bare time over our time."""
 
 import json
 import os

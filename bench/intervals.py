@@ -1,13 +1,14 @@
-"""How often an interval that says 95% holds the true value: data sets are made of which the truth is known.
+"""Measure how often a 95% interval holds the true value, on made-up data sets with a known truth.
 
-python bench/intervals.py --json bench/results/intervals.json      # 1,000 data sets of each
-shape and size; takes a while
+python bench/intervals.py --json bench/results/intervals.json
 
-Of each shape the true ratio is computed from four million examples. `held` is the share of
-intervals with the truth inside, `too_high` and `too_low` of those above and below it, `width`
-their median width. At 1,000 data sets a share of 95% is counted to ±0.7 points (one standard
-error). Then: how often the verdict says something where there is nothing, how often it says
-"better" where a model is, and what a comparison of many examples takes."""
+It makes 1,000 data sets of each shape and size, which takes a while. The true ratio of each shape
+is computed from four million examples. `held` is the share of intervals that contain the truth,
+`too_high` and `too_low` are the shares above and below it, and `width` is the median width. With
+1,000 data sets, the standard error of a share of 95% is 0.7 points.
+
+It also measures how often the verdict claims a difference where there is none, how often it says
+"better" where a model is better, and what a comparison of many examples costs."""
 
 import argparse
 import json
@@ -22,11 +23,11 @@ from multigpu_ft.evaluation.comparison import BETTER, NO_DIFFERENCE, Comparison,
 from multigpu_ft.evaluation.statistics import ratio_estimates, share_difference, share_estimate
 
 SHAPES = {}
-DRAWS = 2000  # of the bootstrap; an evaluation draws 10,000
+DRAWS = 2000  # bootstrap draws; an evaluation makes 10,000
 
 
 def shape(make):
-    "Register `make(rng, n)`: tokens and the change a token of `n` examples."
+    "Register `make(rng, n)`, which returns the tokens and the change per token of `n` examples."
     SHAPES[make.__name__] = make
     return make
 
@@ -37,13 +38,13 @@ def lognormal(rng, n, sigma=0.8, longest=1024):
 
 @shape
 def equal_lengths(rng, n):
-    "All texts cut to the same length, normal changes: what a packed data set looks like."
+    "Texts of one length with normal changes, as in a packed data set."
     return np.full(n, 512.0), rng.normal(-0.1, 0.3, n)
 
 
 @shape
 def noisy_short_texts(rng, n):
-    "Uneven lengths; the shorter the text, the noisier its mean."
+    "Texts of uneven lengths; the shorter a text, the noisier its mean."
     tokens = lognormal(rng, n)
     return tokens, -0.1 + rng.normal(0, 1, n) * (0.1 + 2 / np.sqrt(tokens))
 
@@ -56,7 +57,7 @@ def gain_grows_with_length(rng, n):
 
 @shape
 def skewed(rng, n):
-    "Most texts a little worse, some much better."
+    "Most texts get a little worse, some much better."
     return lognormal(rng, n), 0.1 - rng.exponential(0.3, n)
 
 
@@ -83,13 +84,13 @@ def outliers(rng, n):
 
 @shape
 def few_change(rng, n):
-    "Four of five texts do not change at all."
+    "Four out of five texts do not change at all."
     return lognormal(rng, n), np.where(rng.random(n) < 0.2, -rng.exponential(0.5, n), 0)
 
 
 @shape
 def loss_of_a_model(rng, n):
-    "No difference, but a loss: longer texts are easier."
+    "A loss instead of a difference: longer texts are easier."
     z = rng.normal(0, 1, n)
     tokens = np.clip(np.round(np.exp(5 + 0.8 * z)), 2, 1024)
     return tokens, 3 - 0.3 * z + rng.gamma(2, 0.3, n) + rng.normal(0, 1, n) / np.sqrt(tokens)
@@ -97,7 +98,7 @@ def loss_of_a_model(rng, n):
 
 @shape
 def very_heavy_tails(rng, n):
-    "Where it ends: lengths and changes lognormal with σ = 1, lengths up to 4,096."
+    "The limit of the method: lengths and changes are lognormal with σ = 1, lengths up to 4,096."
     return lognormal(rng, n, 1, 4096), 0.05 - 0.1 * rng.lognormal(0, 1, n)
 
 
@@ -111,7 +112,7 @@ def true_ratio(make, examples=4_000_000):
 
 
 def coverage(name, n, sets, draws=DRAWS):
-    "Of `sets` data sets of `n` examples of a shape: how many intervals hold the truth."
+    "Return how many intervals hold the truth, for `sets` data sets of `n` examples of a shape."
     make, missed, widths = SHAPES[name], [0, 0], []
     truth = true_ratio(make)
     for number in range(sets):
@@ -133,7 +134,7 @@ def coverage(name, n, sets, draws=DRAWS):
 
 
 def verdicts(name, n, sets, shift):
-    "What is said of a model whose loss changed as in a shape, with the mean moved so that the true change is `shift`."
+    "Return the verdicts on a model whose loss changed as in a shape, moved so that the true change is `shift`."
     make, said = SHAPES[name], {}
     truth = true_ratio(make)
     for number in range(sets):
@@ -156,8 +157,8 @@ def verdicts(name, n, sets, shift):
 
 
 def share_coverage(lost, gained, n, sets):
-    """Of the change of accuracy, where a share `lost` of texts becomes wrong and `gained`
-    right; and of the accuracy itself."""
+    """Return the coverage for the accuracy and for its change, if a share `lost` of texts becomes
+    wrong and `gained` becomes right."""
     rng, held, accuracy = np.random.default_rng([n, int(1e4 * lost), int(1e4 * gained)]), 0, 0
     for number in range(sets):
         fewer, more, _ = rng.multinomial(n, [lost, gained, 1 - lost - gained])
@@ -176,7 +177,7 @@ def share_coverage(lost, gained, n, sets):
 
 
 def cost(n):
-    "Seconds and memory of one comparison: loss of two models and their difference, 10,000 draws."
+    "Return the seconds and memory of a comparison: loss of two models and their difference, 10,000 draws."
     rng = np.random.default_rng(0)
     tokens = lognormal(rng, n).astype(int)
     base = tokens * rng.normal(4, 0.4, n)
@@ -201,10 +202,11 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="*", default=[30, 50, 100, 400])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    # the cost comes first, while its own peak of memory is the peak of the process
     results = {
         "cost": [cost(n) for n in (100, 400, 5000, 100_000)],
         "draws_in_simulation": DRAWS,
-    }  # first, while the peak of memory is its own
+    }
     print(*results["cost"], sep="\n", flush=True)
     splits = (0.05, 0.05), (0.05, 0.15), (0.01, 0.05), (0, 0.03)
     for kind, found in (

@@ -1,27 +1,27 @@
-"""Ways to run a function on two processes from a notebook cell, each in a real kernel: what the cell
-shows when it works, fails, hangs or is interrupted.
+"""Compare ways to run a function on two processes from a notebook cell, each in a real kernel.
+
+Records what the cell shows when it works, fails, hangs or is interrupted.
 
     python bench/launchers.py [--only Lightning torchrun] [--scenarios 1 2] [--rounds 3] \
         [--json bench/results/launchers.json]
 
-Every trial has its own kernel and folder. Needs `pip install lightning ipyparallel` next to the
-package. Prints a table, writes all that was observed; what is there of other launchers and
-scenarios stays. A cell hangs if it is not back 60 s after rank 1 failed. Seconds are counted from
-the launch, for failures from the failure.
+Every trial has its own kernel and folder. Needs `pip install lightning ipyparallel` in addition to
+the package. Prints a table and writes everything observed; results of other launchers and scenarios
+are kept. A cell hangs if it is not back 60 s after rank 1 failed. Seconds are counted from the
+launch, or for failures from the failure.
 
 Fairness. All run the same `work`, on gloo, in kernels that have imported torch and the launcher
 before the clock starts.
-- gloo tells rank 0 at once that rank 1 is gone, so in 2 and 3 both ranks fail, and a launcher may
-  name the wrong one. With NCCL rank 0 would wait on, as in 9, where it computes.
+- gloo reports at once to rank 0 that rank 1 is gone, so in 2 and 3 both ranks fail, and a launcher
+  may name the wrong one. With NCCL, rank 0 would keep waiting, as in 9, where it computes.
 - Accelerate: without a GPU, `notebook_launcher(..., num_processes=2)` takes the path it takes with
   two (torch's elastic agent, forked ranks; it prints "Launching training on 2 CUDAs."), so nothing
-  is faked. A trial chooses the port, for others on this machine may use 29500, and keeps it, as who
-  does not choose one does; 5 works with another one. ACCELERATE_DEBUG_MODE, which tries the devices
-  first, has no device to try here.
-- Lightning: `work` is called by `training_step`, in the process group that the strategy made.
-- ipyparallel: engines know no ranks, so the cell gives each one torchrun's variables. `apply_sync`
-  waits for all engines, whatever happens to one; the second column asks for the first exception
-  instead.
+  is faked. A trial chooses a port, since other processes on this machine may use 29500, and keeps
+  it, as users who choose none do; 5 works with a new port. ACCELERATE_DEBUG_MODE, which tries the
+  devices first, has no device to try here.
+- Lightning: `training_step` calls `work`, in the process group that the strategy made.
+- ipyparallel: engines have no ranks, so the cell gives each one torchrun's variables. `apply_sync`
+  waits for all engines, even if one fails; the second column asks for the first exception instead.
 - torchrun: a cell with `!` does not raise when its command fails. The second column is `%%bash`,
   which does.
 - CUDA: see `TOUCHED`.
@@ -52,13 +52,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.notebooks import Kernel
 from harness.runs import BIN
 
-HANG, BACK, LEFT = (
-    60,
-    15,
-    5,
-)  # seconds after which a cell hangs, an interrupted one should be back, and processes should be gone
+# seconds after which a cell hangs, an interrupted one should be back, and processes should be gone
+HANG, BACK, LEFT = 60, 15, 5
 MARKER = "BENCH_LAUNCHERS_TRIAL"
-CAUSES = {  # what tells the user why; `work` says it in words that are not in its source, which tracebacks show
+# Text that tells the user the cause. It does not occur in the source of `work`, which tracebacks show.
+CAUSES = {
     "raise": re.compile(r"ZeroDivisionError.*planted by rank 1", re.S),
     "kill": re.compile(r"SIGKILL|[Ss]ignal 9|exitcode\W+-9|Engine \d died"),
     "cuda": re.compile("Cannot re-initialize CUDA in forked subprocess"),
@@ -79,7 +77,7 @@ PACKAGES = (
 
 
 def work(what, marks):
-    "What each rank does. Its imports are inside because engines and train.py get nothing but this."
+    "Do what each rank does. The imports are inside because engines and train.py get only this function."
     import os
     import time
     from pathlib import Path
@@ -91,10 +89,8 @@ def work(what, marks):
     if what == "cuda":
         try:
             torch.cuda.init()
-        except (
-            AssertionError,
-            RuntimeError,
-        ) as error:  # torch checks for the fork before it looks for a driver, so any other error means: no fork
+        except (AssertionError, RuntimeError) as error:
+            # torch checks for a fork before it looks for a driver, so another error means no fork
             if "forked subprocess" in str(error):
                 raise
     own = not dist.is_initialized()
@@ -197,7 +193,7 @@ LAUNCHERS = {
 
 
 class Trial:
-    "A folder, and a kernel whose descendants can be told by a variable in their environment, wherever they go."
+    "A folder, and a kernel. An environment variable marks all descendants of the kernel."
 
     def __init__(self, launcher, folder):
         self.folder, self.marks, self.kernel = folder, folder / "marks", None
@@ -227,7 +223,7 @@ class Trial:
         return Watched(self.kernel, self.code(what))
 
     def fault(self):
-        "When rank 1 failed, or 0."
+        "Return when rank 1 failed, or 0."
         with contextlib.suppress(FileNotFoundError):
             return (self.marks / "fault").stat().st_mtime
         return 0
@@ -244,7 +240,7 @@ class Trial:
         return found
 
     def left(self):
-        "What is still there after `LEFT` seconds, besides the kernel: ranks, and other processes by name."
+        "Return the processes that remain after `LEFT` seconds, except the kernel: ranks, and others by name."
         end, kernel = time.time() + LEFT, self.kernel and self.kernel.pid
         while (found := [p for p in self.processes() if p.pid != kernel]) and time.time() < end:
             time.sleep(0.1)
@@ -267,7 +263,7 @@ class Trial:
 
 
 class Watched:
-    "A cell that runs, and what it has shown."
+    "A running cell, and its output so far."
 
     def __init__(self, kernel, code):
         self.kernel, self.shown, self.error, self.start, self.end = (
@@ -280,7 +276,7 @@ class Watched:
         self.cell = kernel.start(code)
 
     def wait(self, limit=HANG, done=lambda: False, since=lambda: 0):
-        "Until the cell has ended, `done()`, or `limit` seconds have passed `since()` or since now."
+        "Wait until the cell ends, until `done()`, or for `limit` seconds after `since()` or after now."
         start = time.time()
         while self.end is None and not done() and time.time() - (since() or start) < limit:
             try:
@@ -302,7 +298,7 @@ class Watched:
                 self.end = time.time()
 
     def seen(self):
-        "Texts are cut only after they were searched."
+        "Return the outcome. Texts are cut short only after they were searched."
         error, shown = self.error and "\n".join(self.error.values()), plain("".join(self.shown))
         return {
             "seconds": self.end and self.end - self.start,
@@ -432,7 +428,7 @@ def kernel_killed(trial):
 
 
 def told_left(left):
-    "A process that outlives a cell but ends with its kernel, and does nothing, is nothing left behind."
+    "Return the remaining processes in words. An idle resource tracker that ends with the kernel does no harm."
     ranks, trackers = left.count("rank"), sum("resource_tracker" in name for name in left)
     counts = {"rank": ranks, "resource tracker": trackers, "other": len(left) - ranks - trackers}
     told = [f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n]
@@ -557,7 +553,7 @@ SCENARIOS = {
 
 
 def told(number, rounds):
-    "The median round of each outcome."
+    "Return the median round of each outcome."
     outcomes = {}
     for text in map(SCENARIOS[number][2], rounds):
         outcomes.setdefault(re.sub(r"\d+\.\d+ s", "", text), []).append(text)
@@ -628,9 +624,8 @@ def main():
                     flush=True,
                 )
             text = json.dumps({"versions": versions, "trials": trials}, indent=1)
-            options.json.write_text(
-                re.sub(r"(?:/[\w.@+-]+)+/([\w.@+-]+)", r".../\1", text) + "\n"
-            )  # of a path only the file: machines differ
+            # keep only the file name of a path, since folders differ between machines
+            options.json.write_text(re.sub(r"(?:/[\w.@+-]+)+/([\w.@+-]+)", r".../\1", text) + "\n")
     print(f"\n{table(trials)}")
 
 

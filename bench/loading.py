@@ -1,4 +1,4 @@
-"""Host memory while two ranks load a model of about 500M parameters under fsdp, over one fp32 copy of it.
+"""Measure host memory while two ranks load a model of about 500M parameters under fsdp, over one fp32 copy.
 
 python bench/loading.py --rounds 5
 """
@@ -52,7 +52,7 @@ def make(folder):
 
 
 def be_rank(arm, folder):
-    "Load as training does, up to the prepared model, and wait to be measured."
+    "Load as training does, up to the prepared model, and wait for the measurement."
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -103,7 +103,7 @@ def be_rank(arm, folder):
 
 
 def measure(arm, folder):
-    "Most that the two ranks' resident memory grew by, together (bytes), and the seconds it took."
+    "Return by how much the two ranks' resident memory grew at most, together (bytes), and the seconds it took."
     for path in [*folder.glob("ready*"), *folder.glob("done*"), *folder.glob("go")]:
         path.unlink()
     command = [

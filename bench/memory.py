@@ -1,11 +1,9 @@
-"""Predicted against measured: what two training steps take, simulated on fake tensors and run for real.
+"""Compare predicted and measured memory of two training steps, simulated on fake tensors and run for real.
 
-python bench/memory.py [NAME ...]      # 2 processes on a CPU; bytes that torch's CPU allocator
-handed out, from its profiler python bench/memory.py --gpu           # one GPU, in a world of 2
-ranks of which one is not there; max_memory_allocated and max_memory_reserved python
-bench/memory.py --table         # what fits on 2 x T4: the models people ask for python
-bench/memory.py --time [N]      # how long estimates take, from the command line, with nothing
-known from before
+python bench/memory.py [NAME ...]      # 2 processes on a CPU; bytes from the profiler of torch's CPU allocator
+python bench/memory.py --gpu           # one GPU as rank 0 of 2; max_memory_allocated and max_memory_reserved
+python bench/memory.py --table         # which of the popular models fit on 2 x T4
+python bench/memory.py --time [N]      # how long estimates take on the command line, without a cache
 
 Writes bench/results/memory.json, memory-gpu.json, memory-table.json or memory-time.json; with names it only prints."""
 
@@ -123,7 +121,7 @@ def configuration(folder: str, settings: dict) -> RunConfig:
 def save_model(
     architecture: dict, folder: str, task: str | None, dtype: torch.dtype = torch.float32
 ) -> None:
-    "A model with random weights, in a folder."
+    "Save a model with random weights to a folder."
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     config = AutoConfig.for_model(**architecture)
@@ -143,7 +141,7 @@ def predicted(found: dict) -> int:
 
 
 def measure(cfg: RunConfig) -> tuple[int, int]:
-    "This rank's peak in two real steps, in bytes, with and without gloo's own copies."
+    "Return this rank's peak in two real steps, in bytes, with and without gloo's own copies."
     world = join_world(cfg)
     labels = ["0", "1"] if cfg.task == "classification" else None
     quantization, _ = choose_quantization(cfg, world.size, world.device)
@@ -154,9 +152,9 @@ def measure(cfg: RunConfig) -> tuple[int, int]:
         model, streamed = load_base(
             cfg, world, NoTokenizer(), labels, dtype, quantization, cfg.strategy == "fsdp"
         )
-        for parameter in (
-            () if streamed else model.parameters()
-        ):  # on a GPU each is a copy, here a view of the file, all of which counts while one is there
+        # On a GPU each parameter is a copy. Here it is a view of the file, which counts as a whole
+        # while one view exists.
+        for parameter in () if streamed else model.parameters():
             if not hasattr(parameter, "quant_state"):
                 parameter.data = parameter.data.clone()
         strategy, _ = make_strategy(cfg, world, 0)
@@ -175,9 +173,8 @@ def measure(cfg: RunConfig) -> tuple[int, int]:
 
 
 def peaks_of(tree: list) -> tuple[int, int]:
-    """The most bytes that were there at once from the first step on, and the same without what
-    gloo's reduce_scatter copies for itself: its works keep that for some time, another in each
-    run, and NCCL does not."""
+    """Return the most bytes allocated at once since the first step, with and without the copies of
+    gloo's reduce_scatter, which it keeps for a time that varies by run. NCCL makes no copies."""
     moments: list[tuple[int, int, int, bool]] = []
     begun = 0
 
@@ -211,7 +208,7 @@ def peaks_of(tree: list) -> tuple[int, int]:
 
 
 def in_processes(cfg: RunConfig) -> tuple[int, int]:
-    "The peak of rank 1 of 2. Rank 0's weights are views into the file they were read from, which no allocator counts."
+    "Return the peak of rank 1 of 2. Rank 0's weights are views of a file, which no allocator counts."
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         environment = {
@@ -238,14 +235,15 @@ def in_processes(cfg: RunConfig) -> tuple[int, int]:
 
 
 def compare(name: str) -> tuple[int, int, int]:
-    "Predicted and measured bytes of one of `ON_CPU`, and those with gloo's own copies."
+    "Return predicted and measured bytes of one of `ON_CPU`, and the measured ones with gloo's own copies."
     architecture, settings = ON_CPU[name]
     with tempfile.TemporaryDirectory() as folder:
         save_model(architecture, folder, settings.get("task"))
         cfg = configuration(folder, settings)
         measured, own = in_processes(cfg)
         found = simulate(cfg, GPU("CPU", 24 * 1024), 2, kind="cpu")
-        dist.destroy_process_group()  # the simulation's, which outlives it
+        # the simulation leaves its group behind
+        dist.destroy_process_group()
         return predicted(found), own, measured
 
 
@@ -324,7 +322,7 @@ LARGE_BERT = {
 
 
 def gpu_configurations() -> dict[str, tuple[dict, dict]]:
-    "Strategies, dtypes, tunings and what they are combined with."
+    "Return the combinations of strategies, dtypes, tunings and other settings to measure."
     base = {"max_length": 512, "dtype": "bf16", "activation_checkpointing": "none"}
     found = {}
     for strategy in ("ddp", "fsdp"):
@@ -359,7 +357,7 @@ def gpu_configurations() -> dict[str, tuple[dict, dict]]:
 
 
 class OnOneGPU:
-    "To be mixed into a strategy: the other ranks are not there, so weights are not sent, and no other rank is asked."
+    "A mixin for a strategy without its other ranks: it sends no weights and asks no rank."
 
     def _place(self, unit: nn.Module, leave: set[nn.Module]) -> list[torch.Tensor]:
         if packed := [m for m in unit.modules() if hasattr(m, "quant_state")]:
@@ -384,9 +382,9 @@ class OnOneGPU:
 
 
 def measure_on_gpu(cfg: RunConfig) -> dict[str, float]:
-    """Peaks of two real steps on a GPU, rank 0 of 2, in bytes.
+    """Return the peaks of two real steps on a GPU, as rank 0 of 2, in bytes.
 
-    What is gathered from the other rank is whatever was in memory."""
+    Values gathered from the other rank are whatever was in memory."""
     from multigpu_ft.memory.fake_strategies import SimulatedWorld
     from multigpu_ft.memory.simulation import _join
 

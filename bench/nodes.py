@@ -1,5 +1,6 @@
-"""The loss curves of two machines over that of one, in fp32: python bench/nodes.py; needs root,
-writes bench/results/nodes.{png,json}."""
+"""Plot the loss curves of two machines over that of one, in fp32.
+
+python bench/nodes.py; needs root, and writes bench/results/nodes.{png,json}."""
 
 import json
 import os

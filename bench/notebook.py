@@ -1,6 +1,7 @@
-"""The notebook experience in numbers, in JupyterLab and a real browser: the way from the form
-to a run that is attached to again, in seconds; what the panel costs; and how large a notebook
-is in which a long run was watched.
+"""Measure the notebook experience in JupyterLab and a real browser.
+
+It measures the seconds from the form to reattaching to a run, the cost of the panel, and the size
+of a notebook in which a long run was watched.
 
 python bench/notebook.py --rounds 5 --steps 20000"""
 
@@ -33,7 +34,7 @@ print(json.dumps({'redraw_ms': 1000 * sorted(times)[25], 'points': len(panel._cu
 
 
 def journey(folder):
-    "Seconds of each leg, as a user waits for it."
+    "Return the seconds that a user waits for each step."
     cells = (
         IMPORTS + "form(RunConfig(run_root='runs', packing='padded', batch_size=2, nproc=2))",
         IMPORTS + "run = Run.attach('runs/mine')",
@@ -71,8 +72,7 @@ def journey(folder):
 
 
 def long_run(folder, steps):
-    """A watched run of many steps; the notebook that is saved, and the same opened again
-    without a kernel having run a cell."""
+    """Watch a run of many steps, save the notebook, and open it again without running a cell."""
     epochs = max(1, steps // 10_000)
     settings = (
         "run_root='runs', run_name='long', packing='padded', batch_size=1, max_length=16, "

@@ -1,5 +1,5 @@
-"""Our step as a run makes it, on ranks that a comparison has started, and what the other side
-of the comparison needs: its batches, and taking turns."""
+"""Our step as a run takes it, on ranks that a comparison has started, and what the other side of the
+comparison needs: batches and a function for taking turns."""
 
 import copy
 import tempfile
@@ -22,7 +22,7 @@ from multigpu_ft.training.step import make_optimizer, train_step
 
 
 class Ours:
-    "A run of `prepare`'s `folder` under `settings`; `base` is the same model once more, for the other side."
+    "A run of `prepare`'s `folder` under `settings`. `base` is a copy of the model for the other side."
 
     def __init__(self, folder, **settings):
         self.cfg = cfg = RunConfig(
@@ -53,8 +53,8 @@ class Ours:
         )
 
     def step(self):
-        """All that a run does for a step: cut and deal the rows, train, agree on stopping, sum
-        the loss over the ranks, log a line, keep the heartbeat."""
+        """Do everything that a run does for a step: cut and distribute the rows, train, agree on
+        stopping, sum the loss over the ranks, log a line, and write the heartbeat."""
         interval, step = Interval(self.strategy), next(self.stream)
         loss, norm = train_step(self.strategy, step, 1e-4, 1.0, self._watch)
         interval.add(step, loss)
@@ -66,7 +66,7 @@ class Ours:
         return measured["loss"]
 
     def batches(self):
-        "The same rows as token ids and labels, all of the epoch."
+        "Return the rows of the whole epoch as token ids and labels."
         found = []
         for step in self._steps():
             batch = {name: torch.from_numpy(array) for name, array in step.micro_batches[0].items()}
@@ -77,7 +77,7 @@ class Ours:
 
 
 def take_turns(ways, steps, tolerance):
-    """Each of `ways` makes `steps` steps, the first one in turn; returns their seconds.
+    """Take `steps` steps with each of `ways`; they take turns in going first. Returns their seconds.
 
     Losses may differ by `tolerance` of the loss."""
     seconds = {way: [] for way in ways}

@@ -1,12 +1,11 @@
-"""What users would pick instead, on the texts and the model in FOLDER, for some steps:
+"""Run some steps of what users would pick instead, on the texts and the model in FOLDER.
 
 torchrun --standalone --nproc-per-node N bench/peers.py ARM FOLDER fp32|bf16|fp16 ROWS MAX_STEPS
 
 - original: a plain FSDP-era script: every text padded to max_length, the model's own loss,
   `.item()` after each micro-batch
-- dynamic, grouped, packed: transformers' Trainer with padding to the longest of the batch, with
-  train_sampling_strategy="group_by_length", and on blocks of max_length tokens in which documents
-  run into each other
+- dynamic, grouped, packed: transformers' Trainer with padding to the longest text of the batch, with
+  train_sampling_strategy="group_by_length", and on blocks of max_length tokens that span documents
 - trl: SFTTrainer with packing=True
 
 Prints one JSON object: time and real tokens of each optimizer step (all ranks), the first step's
@@ -115,7 +114,7 @@ class Clock(TrainerCallback):
 
 
 class Counting:
-    "A collator that notes how many real tokens each micro-batch has."
+    "A collator that counts the real tokens of each micro-batch."
 
     def __init__(self, inner):
         self.inner, self.counts = inner, []
@@ -208,11 +207,8 @@ def trainer(arm, folder, dtype, rows, max_steps):
 
 
 if __name__ == "__main__":
-    arm, folder, dtype, rows, max_steps = (
-        *sys.argv[1:4],
-        int(sys.argv[4]),
-        int(sys.argv[5]),
-    )  # rows: of a micro-batch, for packed and trl
+    # `rows` are those of a micro-batch, for packed and trl
+    arm, folder, dtype, rows, max_steps = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
     (original if arm == "original" else lambda *rest: trainer(arm, *rest))(
         folder, dtype, rows, max_steps
     )

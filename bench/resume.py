@@ -1,11 +1,10 @@
-"""The same kill for Trainer and for us: which texts of an epoch are trained twice, and which
-never, once the run has been resumed.
+"""Kill Trainer and us in the same step: which texts are trained twice or never after the resume.
 
 python bench/resume.py [--json bench/results/resume.json]
 
 Two ranks, 48 texts, 8 a step, a checkpoint every 2 steps. Rank 1 is killed in its 5th step.
-Then the run is resumed on two ranks and, from the same checkpoint, on one. What counts is what
-went into the final model: steps up to the checkpoint, and all steps after the resume."""
+Then the run is resumed on two ranks and, from the same checkpoint, on one. Only the steps that went
+into the final model count: those up to the checkpoint, and all after the resume."""
 
 import argparse
 import collections
@@ -94,7 +93,7 @@ def trainer(folder, ranks):
         )
 
     first = run(2, 5, "no")
-    assert first.returncode, "the kill did not end it"
+    assert first.returncode, "the kill did not end the run"
     checkpoint = max(int(p.name.split("-")[1]) for p in out.glob("checkpoint-*"))
     done = run(ranks, 0, "resume")
     assert done.returncode == 0, done.stderr[-3000:]

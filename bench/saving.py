@@ -1,10 +1,10 @@
-"""How long a save holds up training, and how long it takes: ours, and torch's own, on a model of 110M parameters.
+"""Measure how long a save stalls training, and how long it takes: ours and torch's, with 110M parameters.
 
 python bench/saving.py [--rounds 6] [--json bench/results/saving.json]
 
-Every round takes every arm once, in an order of its own. A stall is the time until training may
-go on; a full save the time until the checkpoint is complete, flushed to the disk, with a digest
-of each file (torch's arms have no digests)."""
+Every round runs every arm once, in a different order. A stall is the time until training may
+continue. A full save is the time until the checkpoint is complete and flushed to the disk, with a
+digest of each file (torch's arms make no digests)."""
 
 import argparse
 import json
@@ -63,9 +63,8 @@ def rank(strategy_name, rounds, report):
     strategy.prepare(LossModel(model), lambda m: make_optimizer(cfg, m))
     ids = torch.arange(64).reshape(1, 64)
     batch = {"input_ids": ids, "predictors": torch.arange(63), "targets": torch.arange(1, 64)}
-    apart = dist.new_group(
-        backend="gloo"
-    )  # dcp.async_save's own thread must not meet a step's collectives
+    # keeps the thread of dcp.async_save apart from a step's collectives
+    apart = dist.new_group(backend="gloo")
     if world.is_main:
         RunDir.create(cfg)
     dist.barrier()
@@ -85,9 +84,8 @@ def rank(strategy_name, rounds, report):
             writer.wait()
         stall = time.perf_counter() - begun
         steps = []
-        while (
-            not wait and world.sum(writer._thread.is_alive())[0]
-        ):  # steps while it is being written
+        # train while the save is being written
+        while not wait and world.sum(writer._thread.is_alive())[0]:
             before = time.perf_counter()
             step()
             steps.append(time.perf_counter() - before)
@@ -138,7 +136,7 @@ def rank(strategy_name, rounds, report):
 
     step()
     taken, alone = {arm: [] for arm in ARMS}, []
-    for number in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first is a warm-up
         for arm in random.Random(number).sample(ARMS, len(ARMS)):
             dist.barrier()
             found = ours(arm != "ours") if arm.startswith("ours") else theirs(arm)

@@ -1,11 +1,10 @@
-"""What trackers cost a run: seconds from its start to its first step and to its end, with each
-tracker and without, W&B with a key but no network.
+"""Measure what trackers cost a run: seconds from its start to its first step and to its end.
 
-unshare -rn python bench/trackers.py --json bench/results/trackers.json      # a network
-namespace with nothing in it but loopback
+unshare -rn python bench/trackers.py --json bench/results/trackers.json
 
-Arms are interleaved. A run is one of the test harness, forked from a process that has torch
-imported, so that little else is in the numbers; each imports W&B."""
+The network namespace has only loopback: W&B has a key but no network. Arms with each tracker and
+without any are interleaved. Runs are forked from a process that has imported torch, as in the test
+harness, so that the numbers hold little else. Each run imports W&B."""
 
 import argparse
 import fcntl
@@ -30,7 +29,7 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 
 
 def loopback_up():
-    "In a new network namespace loopback is down."
+    "Turn on loopback, which is off in a new network namespace."
     with socket.socket() as s:
         fcntl.ioctl(s, 0x8914, struct.pack("16sH14x", b"lo", 0x41))  # SIOCSIFFLAGS: up and running
 

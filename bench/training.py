@@ -1,14 +1,13 @@
-"""The training core against what users would pick instead; writes bench/results/cpu.json (or
-gpu.json with --gpu) and prints the table.
+"""Compare the training core with what users would pick instead.
 
 python bench/training.py [--dataset FILE.jsonl] [--repeats 5] [--only PART ...]
 
-All arms train the same model (OPT, hidden 384, 6 layers, from the same random weights) on texts
-of the same file, with micro-batches of 4 texts of at most 512 tokens or of 2 full rows, ours of
-2 and of 3, on 2 gloo ranks of one thread each; a peer is compared with that of ours whose
-optimizer steps have most nearly as many real tokens. Arms are interleaved, their order rotates,
-and ratios are taken inside a round. An arm whose first loss is not that of the untrained model
-is an error."""
+Writes bench/results/cpu.json (or gpu.json with --gpu) and prints the table. All arms train the same
+model (OPT, hidden 384, 6 layers, from the same random weights) on texts of the same file, on 2 gloo
+ranks of one thread each. Their micro-batches have 4 texts of at most 512 tokens or 2 full rows, ours
+have 2 or 3 rows. A peer is compared with the arm of ours that has the most similar number of real
+tokens in an optimizer step. Arms are interleaved in rotating order, and ratios are taken within a
+round. It is an error if the first loss of an arm is not that of the untrained model."""
 
 import argparse
 import json
@@ -25,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
-# part: (vocabulary, dtype, {arm: steps}); ours is named by its strategy and its rows a micro-batch
+# part: (vocabulary, dtype, {arm: steps}); our arms are named by strategy and rows of a micro-batch
 PARTS = {
     "fp32, V=8,192": (
         8192,
@@ -49,7 +48,7 @@ PARTS = {
         {"ours ddp 2": 5, "original": 3, "dynamic": 4, "grouped": 4, "packed": 5, "trl": 4},
     ),
 }
-GPU_PARTS = {  # one GPU; the models are the architectures with random weights
+GPU_PARTS = {  # on one GPU; the models have random weights
     "OPT-1.3B bf16": ("facebook/opt-1.3b", "bf16", {"ours single 8": 20, "packed": 20}),
     "OPT-1.3B fp16": ("facebook/opt-1.3b", "fp16", {"ours single 8": 20, "packed": 20}),
     "Qwen3-0.6B bf16": ("Qwen/Qwen3-0.6B", "bf16", {"ours single 8": 20, "packed": 20}),
@@ -96,7 +95,7 @@ SMALL = (
         "attention_dropout": 0.0,
     },
 )
-TARGETS = {  # real tokens/s over each peer's, at least
+TARGETS = {  # least ratio of real tokens/s, ours over each peer
     "fp32, V=8,192": {"original": 3.4, "dynamic": 2.0, "grouped": 1.0, "packed": 1.03, "trl": 1.6},
     "fp32, V=50,272": {"original": 3.0, "dynamic": 1.9, "grouped": 1.0, "packed": 1.0, "trl": 1.8},
     "bf16, V=8,192": {"grouped": 1.15, "packed": 1.15},
@@ -104,7 +103,7 @@ TARGETS = {  # real tokens/s over each peer's, at least
 
 
 def prepare(folder, dataset, kind, shape):
-    "Model, tokenizer and texts on disk; returns the loss of the untrained model."
+    "Write model, tokenizer and texts to disk. Returns the loss of the untrained model."
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -210,8 +209,8 @@ def spread(values):
 
 
 def nearest(found, arm, mine):
-    """The arm of ours, of the same strategy as `mine`, whose optimizer steps have most nearly
-    as many tokens as those of the peer `arm`."""
+    """Return our arm, of the same strategy as `mine`, whose tokens in an optimizer step are closest to
+    those of the peer `arm`."""
     ours = [name for name in found if name.split()[:2] == mine.split()[:2]]
     return min(
         ours,
@@ -222,7 +221,7 @@ def nearest(found, arm, mine):
 
 
 def gemm_peak(dtype):
-    "GFLOP/s of one thread on this model's largest product."
+    "Return the GFLOP/s of one thread on this model's largest matrix product."
     code = (
         "import time, torch; torch.set_num_threads(1)\n"
         f"a, b = torch.randn(2048, 384).to(torch.{dtype}), torch.randn(384, "
@@ -381,7 +380,7 @@ def line(what, ratio, target):
 
 
 def report(result, out):
-    "The table of all parts that were measured."
+    "Return the table of all parts that were measured."
     for part, targets in TARGETS.items():
         for arm, least in targets.items() if part in result else ():
             line(

@@ -1,12 +1,14 @@
-"""Accelerate and ZeRO against the same job written directly on Accelerate, and what each
-strategy keeps on a rank: python bench/zero.py [--rounds 5]
+"""Compare accelerate and ZeRO with the same job written directly on Accelerate, and measure what each
+strategy keeps on a rank.
 
-The same OPT (hidden 384, 6 layers, V=8,192) on 2 gloo ranks of one thread each, in fp32. "Ours"
-is all that a run does for a step (see ours.py); the direct job gets its batch for nothing, and
+python bench/zero.py [--rounds 5]
+
+The same OPT (hidden 384, 6 layers, V=8,192) trains on 2 gloo ranks of one thread each, in fp32.
+"Ours" is all that a run does for a step (see ours.py). The direct job gets its batch at no cost, and
 has the same DeepSpeed settings. Both take turns in the same two processes, and their losses are
-compared. A round is a pair of processes for each strategy; tokens/s are those of ours alone.
-Bytes are those of all tensors alive, between two micro-batches or after the last backward pass
-of a step, whichever is more. Writes results/zero.json."""
+compared. A round is a pair of processes for each strategy; tokens/s are those of ours alone. Bytes
+are those of all live tensors, between two micro-batches or after the last backward pass of a step,
+whichever is more. Writes results/zero.json."""
 
 import argparse
 import gc
@@ -35,7 +37,7 @@ DIRECT = ("accelerate", "zero1", "zero2", "zero3")
 
 
 def storages(tensors):
-    "Bytes by address."
+    "Return bytes by address."
     found = {}
     for tensor in tensors:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
@@ -44,7 +46,7 @@ def storages(tensors):
 
 
 def alive():
-    "All tensors of numbers with a point, as gradients are: not token ids or positions that a cache happens to hold."
+    "Return all floating-point tensors, as gradients are, without token ids or positions in a cache."
     import torch
 
     tensors = [
@@ -58,15 +60,13 @@ def alive():
 
 
 def kept_bytes(strategy, micro_batches, targets):
-    """What a rank has of parameters, of copies in fp32, of gradients (between two micro-batches
-    or after the last, whichever is more) and of moments, in bytes."""
+    """Return the bytes of a rank's parameters, fp32 copies, gradients (between two micro-batches or
+    after the last, whichever is more) and moments."""
     import torch
 
     gc.collect()
-    before, gradients = (
-        alive(),
-        0,
-    )  # held to the end, so that no new tensor comes to lie where one of these was
+    # held to the end, so that no new tensor gets the address of one of these
+    before, gradients = alive(), 0
     parameters = storages(
         [
             t
@@ -83,16 +83,14 @@ def kept_bytes(strategy, micro_batches, targets):
         t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.ndim
     )
     flat = getattr(zero, "grad_partitions_flat_buffer", None)
-    kept = storages(
-        [] if flat is None else [flat]
-    )  # ZeRO-3 has its gradients' place from the beginning to the end
+    # ZeRO-3 keeps the memory of its gradients all the time
+    kept = storages([] if flat is None else [flat])
     for last in (False, True):
         batch = {name: torch.from_numpy(array) for name, array in micro_batches[last].items()}
         with strategy.accumulate(last):
             strategy.backward(strategy.forward(**batch, scale=1 / targets)[0])
-        time.sleep(
-            0.2
-        )  # a worker of gloo reports a sum first, and lets go of the tensor afterwards
+        # a worker of gloo reports a sum before it releases the tensor
+        time.sleep(0.2)
         gc.collect()
         known = {**storages(before), **parameters, **copies, **moments}
         new = {at: size for at, size in storages(alive()).items() if at not in known}
@@ -126,9 +124,8 @@ def be_rank(way, folder, steps, compare):
     if compare:
         from accelerate import Accelerator
 
-        accelerator = (
-            Accelerator()
-        )  # of the same state, settings included, with an engine of its own
+        # shares the state and the settings, but has its own engine
+        accelerator = Accelerator()
         model, optimizer = accelerator.prepare(
             ours.base, torch.optim.AdamW(ours.base.parameters(), lr=1e-4, fused=True)
         )

@@ -1,4 +1,4 @@
-"""Fixtures: a run root whose processes must all be gone when its test ends, and a real Jupyter kernel."""
+"""Fixtures, such as a run root whose processes must be gone when its test ends, and a real Jupyter kernel."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from multigpu_ft import Run
 pytest_plugins = ["harness.browser"]
 
 
-# Files that take longest, first: workers take whole files, and the last one to begin is the last one to end.
+# The files that take longest come first: a worker takes a whole file, so a long one must not start last.
 LONGEST = (
     "nodes",
     "guides",
@@ -45,12 +45,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_sessionfinish(session):
-    """In CI everything is there that a test may need, except a GPU and, in some containers, the
-    right to mount: any other skip is a failure."""
+    """Fail on an unexpected skip in CI.
+
+    CI has everything that a test may need, except a GPU and, in some containers, the right to
+    mount."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if (
-        reporter is None
-    ):  # a worker of xdist; the process that collects what workers found comes here too
+    # A worker of xdist has no reporter. The process that collects the results has one.
+    if reporter is None:
         return
     allowed = ("needs a CUDA GPU", "needs the right to mount")
     skipped = [
@@ -65,11 +66,11 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_is_left():
-    "The files that a worker takes share its process, and which ones they are differs from gate to gate."
+    "Fail if a process group remains: the next file in this process, which differs by run, would find it."
     yield
     distributed = sys.modules.get("torch.distributed")
     assert not (distributed and distributed.is_initialized()), (
-        "a test of this file left a process group"
+        "a test of this file left a process group behind"
     )
 
 
@@ -92,13 +93,13 @@ def shared_data():
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
-    "A tiny model with its tokenizer, and texts."
+    "Return the folder of a tiny model, its tokenizer and texts."
     return faults.make_material(tmp_path_factory.mktemp("material"))
 
 
 @pytest.fixture(scope="module")
 def server(material):
-    "Runs in milliseconds, forked from a process that has torch imported."
+    "Return a server that starts runs in milliseconds, forked from a process that has imported torch."
     started = faults.Server(material / "model")
     yield started
     started.close()
@@ -106,7 +107,7 @@ def server(material):
 
 @pytest.fixture(scope="module")
 def train(server):
-    "`launch`, without what it takes to start Python and import torch."
+    "Return a `launch` that needs no time to start Python and import torch."
 
     def train(cfg):
         nproc = cfg.nproc or (1 if cfg.strategy == "single" else 2)
@@ -132,9 +133,9 @@ def kernel(tmp_path):
 
 @pytest.fixture
 def failing_rank(tmp_path):
-    """Environment in which rank 1 raises `ZeroDivisionError` after its third step.
+    """Return an environment in which rank 1 raises `ZeroDivisionError` after its third step.
 
-    Python itself loads the fault, from a sitecustomize module; the package knows nothing of it."""
+    Python loads the fault from a sitecustomize module, so the package doesn't know about it."""
     folder = tmp_path / "fault"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
@@ -154,7 +155,7 @@ def failing_rank(tmp_path):
 
 @pytest.fixture
 def elsewhere(monkeypatch, tmp_path):
-    "No machine in particular, whatever this one is."
+    "Hide which kind of machine this is, such as a Kaggle session."
     from multigpu_ft.launcher import outputs
     from multigpu_ft.run import environment, secrets
 
@@ -165,7 +166,8 @@ def elsewhere(monkeypatch, tmp_path):
         secrets._ASKED,
         *secrets.SECRETS,
     ):
-        monkeypatch.setenv(name, "")  # so that it is restored, even if the code under test sets it
+        # set first, so that it is restored even if the code under test sets it
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name in ("KAGGLE_OUTPUTS", "KAGGLE_SCRATCH", "COLAB_SCRATCH", "COLAB_DRIVE"):
         monkeypatch.setattr(environment, name, tmp_path / name.lower())
@@ -175,7 +177,7 @@ def elsewhere(monkeypatch, tmp_path):
 
 @pytest.fixture
 def kaggle(monkeypatch):
-    "An interactive session on Kaggle, two hours old."
+    "Pretend to be an interactive session on Kaggle, two hours old."
     from multigpu_ft.run import environment
 
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")

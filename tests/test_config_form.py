@@ -1,4 +1,4 @@
-"""The form, driven from Python: its inputs are widgets, and setting one's value is what the browser does."""
+"""The form, driven from Python: its inputs are widgets, and tests set their values as a browser does."""
 
 import re
 import shlex
@@ -20,9 +20,9 @@ from multigpu_ft.run.config import PRESET_NEEDS, PRESETS
 
 @pytest.fixture(autouse=True)
 def no_estimates(monkeypatch):
-    """Put off estimates, each of which takes a core for seconds.
+    """Delay estimates beyond the test, since each takes a core for seconds.
 
-    They are cancelled at the end: in the same process ten minutes of other tests may follow."""
+    Cancel the pending ones: ten minutes of other tests may follow in the same process."""
     monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 600)
     yield
     for thread in threading.enumerate():
@@ -35,7 +35,7 @@ TINY = {"end_idx": 64, "batch_size": 8, "packing": "padded", "nproc": 1, "max_st
 
 def note(f, name):
     "Return the note beside a field."
-    html = next(field.note.value for field in f._widgets.tabs.fields if field.name == name)
+    html = next(field.note.value for field in f._fields if field.name == name)
     return unescape(re.sub(r"<[^>]*>", " ", html))
 
 
@@ -150,7 +150,7 @@ def test_a_new_field_appears_by_itself():
     assert text.read() == {"x": None} and text.input.placeholder == "empty: nothing"
 
 
-def test_an_error_is_beside_its_field_as_long_as_it_lasts():
+def test_an_error_is_shown_beside_its_field_until_it_is_fixed():
     f = form()
     f.inputs["batch_size"].value = "0"
     assert "✗ input should be greater than or equal to 1" in note(
@@ -180,7 +180,7 @@ def test_an_error_is_beside_its_field_as_long_as_it_lasts():
     )
 
 
-def test_half_typed_text_stays_as_it_is():
+def test_half_typed_input_is_kept():
     f = form()
     for text in ("1", "1e", "1e-", "1e-4", " 1e-4", "", "-"):
         f.inputs["learning_rate"].value = text
@@ -197,10 +197,11 @@ def test_a_slider_and_its_number_move_together():
     assert number.value == "0.25" and f.config.weight_decay == 0.25
     for text in ("0.", "0.0001", "2", "-", ".3"):
         number.value = text
-        assert number.value == text, "what is typed is not rounded to the slider's step"
+        assert number.value == text, "typed text was rounded to the slider's step"
     assert slider.value == 0.3 and f.config.weight_decay == 0.3
     number.value = "0.0001"
-    slider.value = 0.0  # the browser rounds what it was told, and says so
+    # the browser rounds the value it gets, and reports the rounded one
+    slider.value = 0.0
     assert number.value == "0.0001" and f.config.weight_decay == 1e-4
     f._widgets.back.click()
     assert slider.value == 0.01
@@ -221,7 +222,9 @@ def test_fields_that_contradict_each_other():
         "✗" not in f._widgets.message.value + note(f, "strategy") and f.config.strategy == "single"
     )
     f.inputs["hf_repo"].value = "no name"
-    assert "user/name" in note(f, "hf_repo"), "only one field is to blame, so it is said beside it"
+    assert "user/name" in note(f, "hf_repo"), (
+        "only one field is to blame, so the note belongs beside it"
+    )
 
 
 def test_a_secret_is_refused_and_not_shown():
@@ -234,7 +237,7 @@ def test_a_secret_is_refused_and_not_shown():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_sets_all_fields_and_what_differs_is_marked(preset):
+def test_a_preset_sets_all_fields_and_changed_fields_are_marked(preset):
     f = form()
     f.inputs["seed"].value = "7"
     f._widgets.picker.value = preset
@@ -259,7 +262,7 @@ def test_a_preset_sets_all_fields_and_what_differs_is_marked(preset):
     assert agrees(f) and f.call.endswith("end_idx=900, batch_size=3))")
     f.inputs["nproc"].value = "many"
     assert "•" in note(f, "batch_size") and tab(f, "parallelism") == "parallelism •1 ✗", (
-        "an error elsewhere does not hide what was changed"
+        "an error elsewhere hides the changed fields"
     )
     f._widgets.back.click()
     assert f.config == RunConfig.preset(preset) and f._widgets.back.disabled
@@ -289,16 +292,17 @@ def test_all_three_outputs_mean_the_same(values):
     cfg = RunConfig(**values)
     f = form(cfg)
     assert f.config == cfg and agrees(f)
-    f._build()  # from here on it is what the inputs hold
+    # from here on the configuration comes from the inputs
+    f._build()
     f._update()
     assert f.config == cfg and agrees(f)
-    assert not f._draft.preset or len(f.call) < len(repr(cfg)), (
-        "a preset that is near is the shortest way to say it"
+    assert not f._preset or len(f.call) < len(repr(cfg)), (
+        "a call that starts from a preset is shorter"
     )
 
 
-def test_what_a_preset_sets_can_be_emptied_by_papermill():
-    "In its command `none` is the only word for nothing, and only some fields take it."
+def test_papermill_can_clear_the_fields_of_a_preset():
+    "In the command, only `none` clears a field, and only some fields accept it."
     for preset in PRESETS:
         for name in PRESETS[preset]:
             if type(None) in config_form._kinds(RunConfig.model_fields[name]):
@@ -338,14 +342,15 @@ def test_run_starts_a_run_and_waits_for_its_end(run_root):
         and "starts from the base model" in shown(f._widgets.message)
     )
     first = f.run
-    f._on_run(None)  # a click that was already on its way
+    # a second click that arrives late
+    f._on_run(None)
     assert f.run is first
     f.run.wait(timeout=120)
     until(lambda: not f._widgets.run_button.disabled, 10, "Run can be pressed again")
     assert f"{f.run.name}: done" in shown(f._widgets.message) and len(f.run.metrics) == 3
 
 
-def test_the_form_shows_why_launch_refuses(tmp_path):
+def test_the_form_shows_what_launch_refuses(tmp_path):
     f = form(RunConfig(run_root=str(tmp_path / "runs"), dataset="no<such>.jsonl"))
     f._build()
     f._widgets.run_button.click()
@@ -356,7 +361,7 @@ def test_the_form_shows_why_launch_refuses(tmp_path):
     assert f.run is None and not f._widgets.run_button.disabled and not (tmp_path / "runs").exists()
 
 
-def test_only_what_the_button_prints_goes_to_the_form(capsys):
+def test_the_form_shows_only_what_the_button_prints(capsys):
     import threading
 
     heard = config_form._Heard(sys.stdout)
@@ -367,7 +372,7 @@ def test_only_what_the_button_prints_goes_to_the_form(capsys):
     assert heard.getvalue() == "of launch\n" and capsys.readouterr().out == "of a cell\n"
 
 
-def test_an_estimate_comes_when_typing_pauses(monkeypatch):
+def test_an_estimate_appears_when_typing_pauses(monkeypatch):
     f = form()
     f._build()
     asked = []
@@ -395,12 +400,8 @@ def test_an_estimate_comes_when_typing_pauses(monkeypatch):
     )
     f.inputs["batch_size"].value = "x"
     f.inputs["batch_size"].value = "99"
-    until(
-        lambda: "no estimate: no such model" in shown(f._widgets.memory.html),
-        5,
-        "why there is none",
-    )
-    assert asked == [123, 99], "only for what was typed when it paused"
+    until(lambda: "no estimate: no such model" in shown(f._memory), 5, "why there is none")
+    assert asked == [123, 99], "estimated while the user was typing"
 
 
 def test_several_forms_estimate_one_after_the_other(monkeypatch):
@@ -429,15 +430,16 @@ def test_several_forms_estimate_one_after_the_other(monkeypatch):
     assert at_once == [1, 1, 1]
 
 
-def test_without_a_viewer_it_is_text_and_no_widget(capsys):
+def test_outside_a_notebook_the_form_is_text_without_widgets(capsys):
     f = form(RunConfig(**TINY))
     f._ipython_display_()
     out = capsys.readouterr().out
     assert "launch(RunConfig(end_idx=64" in out and "papermill" in out and f._widgets is None
 
 
-def test_it_is_quick():
-    form()._build()  # imports and caches
+def test_the_form_is_quick():
+    # fills imports and caches
+    form()._build()
     start = time.perf_counter()
     f = form()
     f._build()

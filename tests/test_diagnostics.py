@@ -1,4 +1,4 @@
-"""What the doctor finds, and what it advises."""
+"""The doctor's findings and its advice."""
 
 import json
 import os
@@ -18,7 +18,7 @@ T4 = "GPU-{0}a, Tesla T4, 15360, {1}, 550.54.15, 7.5"
 
 
 def smi(monkeypatch, folder, *lines, code=0):
-    "Put an nvidia-smi on the PATH that says `lines`."
+    "Put an nvidia-smi on the PATH that prints `lines`."
     folder.mkdir(exist_ok=True)
     (folder / "nvidia-smi").write_text(
         "#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {code}\n"
@@ -68,13 +68,13 @@ def test_bandwidth_of_two_processes():
     )
 
 
-def test_ranks_that_hang_are_a_row(monkeypatch):
+def test_hanging_ranks_are_reported(monkeypatch):
     monkeypatch.setattr(diagnostics, "_ALL_REDUCE_SECONDS", 0.01)
     row = diagnostics._interconnect_row([])
     assert row.state == "warn" and "not finished after 0.01 s" in row.found
 
 
-def test_gpus_without_a_torch_that_can_use_them(monkeypatch, tmp_path):
+def test_gpus_that_torch_cannot_use(monkeypatch, tmp_path):
     import torch
 
     if torch.cuda.is_available():
@@ -89,7 +89,7 @@ def test_gpus_without_a_torch_that_can_use_them(monkeypatch, tmp_path):
         and rows["GPUs"]["state"] == "ok"
     )
     assert rows["torch"]["state"] == "bad" and "pip install torch" in rows["torch"]["remedy"]
-    assert "interconnect" not in rows, "nothing to be measured"
+    assert "interconnect" not in rows, "there is nothing to measure"
 
 
 def test_gpus_that_are_hidden_or_busy(monkeypatch, tmp_path):
@@ -107,9 +107,7 @@ def test_gpus_that_are_hidden_or_busy(monkeypatch, tmp_path):
     )
 
 
-def test_a_driver_that_does_not_run_and_checks_that_fail_or_hang_are_rows(
-    monkeypatch, tmp_path, kaggle
-):
+def test_a_broken_driver_and_failing_or_hanging_checks_are_reported(monkeypatch, tmp_path, kaggle):
     smi(
         monkeypatch,
         tmp_path / "bin",
@@ -188,5 +186,5 @@ def test_disk_and_memory(monkeypatch, tmp_path):
         assert (
             diagnostics._container_memory() == (10e9, 9e9)
             and diagnostics._memory_row().state == "bad"
-        ), "what the container uses already is not free"
+        ), "memory that the container already uses counts as free"
         (folder / f"memory.{limit}").unlink()

@@ -1,6 +1,6 @@
-"""Generated inputs are accepted rightly or refused with one typed error.
+"""Generated inputs are accepted correctly or refused with one typed error.
 
-The harness is fuzz.py, which has a full size."""
+The harness, fuzz.py, also runs at full size."""
 
 import subprocess
 import sys
@@ -14,14 +14,14 @@ from multigpu_ft import ConfigError
 
 
 @pytest.mark.parametrize("name", list(fuzz.SURFACES))
-def test_each_input_is_accepted_rightly_or_refused_with_one_typed_error(name):
+def test_each_input_is_accepted_correctly_or_refused_with_one_typed_error(name):
     found = fuzz.fuzz([name], inputs=92, first_seed=0)[name]
     failures = [
         f"--only {name} --first-seed {seed} --inputs 1\n{what[-2000:]}"
         for seed, what in found["failures"].items()
     ]
     assert not failures, "\n".join(failures[:3])
-    assert found["accepted"] and found["refused"], "inputs of both kinds"
+    assert found["accepted"] and found["refused"], "no inputs of one kind"
 
 
 def unbounded(rng, folder):
@@ -46,7 +46,7 @@ def raising(error):
         (raising(ConfigError("a Traceback of something")), "shows a traceback"),
     ],
 )
-def test_a_planted_bug_is_noticed_with_the_seed_that_repeats_it(monkeypatch, planted, told):
+def test_a_planted_bug_is_reported_with_the_seed_that_repeats_it(monkeypatch, planted, told):
     sometimes = {
         "planted": lambda rng, folder: planted(rng, folder) if rng.random() < 0.5 else None
     }
@@ -65,7 +65,7 @@ def test_a_planted_bug_is_noticed_with_the_seed_that_repeats_it(monkeypatch, pla
 
 
 def test_the_command_repeats_one_input(tmp_path):
-    "And says in its exit code that nothing was wrong."
+    "Its exit code says that nothing was wrong."
     words = [
         "--only",
         "rdzv",

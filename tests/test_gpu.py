@@ -1,4 +1,4 @@
-"""What only a GPU can show. One GPU is enough."""
+"""Tests that need a GPU. Nearly all of them need only one."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ def test_launch_leaves_cuda_alone(kernel, run_root):
     "strategy", ["single", "ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"]
 )
 @pytest.mark.parametrize("dtype", ["auto", "fp16", "bf16", "fp32"])
-def test_trains_saves_and_goes_on(run_root, strategy, dtype):
+def test_trains_saves_and_resumes(run_root, strategy, dtype):
     import torch
 
     if strategy.startswith("zero"):
@@ -61,9 +61,8 @@ def test_trains_saves_and_goes_on(run_root, strategy, dtype):
         second.metrics[0]["step"] == 11
         and second.metrics[-1]["loss"] < first.metrics[0]["loss"] - 0.5
     )
-    whole = launch(
-        cfg.replace(resume_file="none", save_every=1)
-    )  # with a save in flight all the time
+    # a save is always in progress
+    whole = launch(cfg.replace(resume_file="none", save_every=1))
     assert all(
         abs(a["loss"] - b["loss"]) < 1e-3 * b["loss"]
         for a, b in zip(first.metrics + second.metrics, whole.metrics, strict=True)
@@ -74,9 +73,10 @@ def test_trains_saves_and_goes_on(run_root, strategy, dtype):
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_a_step_never_waits_for_the_gpu(tmp_path, packing, strategy, dtype):
-    """In a process of its own: CUDA is told to raise where the host would wait for it. Not so
-    `padded`, whose mask transformers looks at, nor `bucketed` for models that look for packing
-    in their position ids (Llama, Qwen3)."""
+    """A process of its own lets CUDA raise where the host would wait for it.
+
+    `padded` waits, since transformers reads its mask. So does `bucketed` for models that read
+    packing from their position ids (Llama, Qwen3)."""
     code = f"""
 import torch
 from multigpu_ft import RunConfig
@@ -137,7 +137,7 @@ def free_port():
         {"activation_checkpointing": "auto"},
     ],
 )
-def test_settings_that_save_memory_or_time_learn_too(run_root, settings):
+def test_settings_that_save_memory_or_time_still_learn(run_root, settings):
     from multigpu_ft import RunConfig, launch
 
     run = launch(
@@ -166,7 +166,7 @@ def test_settings_that_save_memory_or_time_learn_too(run_root, settings):
         {"strategy": "fsdp", "communication": "micro_batch"},
     ],
 )
-def test_two_gpus_draw_one_curve(run_root, dtype, settings):
+def test_two_gpus_have_the_curve_of_one(run_root, dtype, settings):
     import torch
 
     from multigpu_ft import RunConfig, launch
@@ -193,7 +193,7 @@ def test_two_gpus_draw_one_curve(run_root, dtype, settings):
     )
 
 
-def test_answers_by_cuda_graphs_are_those_of_transformers(tmp_path):
+def test_answers_of_cuda_graphs_match_transformers(tmp_path):
     import json
 
     import torch

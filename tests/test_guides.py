@@ -1,4 +1,4 @@
-"""The guides and Kaggle's kernels, each run from top to bottom in a kernel of its own, smaller than it is read."""
+"""The guides and the Kaggle kernels, each run from top to bottom in its own kernel, with smaller settings."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def read(notebook):
 
 @pytest.fixture
 def folder(tmp_path):
-    "Where a guide finds what lies beside it in a checkout."
+    "Return a folder with the files that lie beside a guide in a checkout."
     (tmp_path / "bench").symlink_to(REPO / "bench")
     (tmp_path / "nbs" / "guides").mkdir(parents=True)
     yield tmp_path / "nbs" / "guides"
@@ -79,7 +79,7 @@ def test_slices_over_days_and_through_the_hub(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_learns_to_add_and_then_from_its_own_additions(folder):
+def test_a_model_learns_to_add_and_then_from_its_own_additions(folder):
     sums = [(i % 6, i // 6 % 6) for i in range(72)]
     rows = [
         {
@@ -114,9 +114,8 @@ def test_a_guide_is_short_and_has_its_pictures(guide):
         for output in cell.get("outputs", [])
         for data in [output.get("data", {})]
     ]
-    kept = (
-        REPO / "bench" / "results" / f"guide_{guide}.ipynb"
-    )  # where running it takes too long to be done again for every change
+    # kept for guides that take too long to run for every change
+    kept = REPO / "bench" / "results" / f"guide_{guide}.ipynb"
     if kept.exists():
         shown += [
             output.get("data", {}) for cell in read(kept) for output in cell.get("outputs", [])
@@ -131,7 +130,7 @@ def test_a_guide_is_short_and_has_its_pictures(guide):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kaggles_kernels_train_and_evaluate(folder):
+def test_the_kaggle_kernels_train_and_evaluate(folder):
     shown = run(KAGGLE / "train" / "train.ipynb", folder, {"preset": "tiny", "end_idx": 120})
     assert "-p start_idx 120" in shown
     shown = run(
@@ -142,7 +141,7 @@ def test_kaggles_kernels_train_and_evaluate(folder):
     assert "nats per token" in shown and (folder / "report" / "evaluation.html").exists()
 
 
-def test_kaggles_kernel_makes_wheels_of_a_checkout(folder):
+def test_the_kaggle_kernel_builds_wheels_of_a_checkout(folder):
     copy = folder / "checkout"
     shutil.copytree(
         REPO,

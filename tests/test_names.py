@@ -1,5 +1,5 @@
-"""What users type, read on disk or pass to papermill keeps its name: a list that was recorded,
-and what there is now."""
+"""Names that users type, read on disk or pass to papermill stay the same: today's names are compared
+with a recorded list."""
 
 import inspect
 import json
@@ -13,7 +13,7 @@ RECORD = Path(__file__).with_name("public_names.json")
 
 
 def members(thing):
-    "Parameters of a function; public members of a class and of those it is made from, methods with their parameters."
+    "Return the parameters of a function, or the public members of a class and its bases, with their parameters."
     if inspect.isclass(thing):
         ours = [cls for cls in reversed(thing.__mro__) if cls.__module__.startswith("multigpu_ft")]
         own = {
@@ -54,15 +54,17 @@ def public_names():
     }
 
 
-def test_public_names_are_those_recorded():
-    "A name that is new is added to the record by hand; one that is missing breaks a notebook that used it."
+def test_public_names_match_the_record():
+    "Add a new name to the record by hand. A missing name breaks the notebooks that used it."
     assert public_names() == json.loads(RECORD.read_text())
 
 
-def test_ranks_are_started_by_the_recorded_commands():
+def test_the_recorded_commands_start_ranks():
     for module in json.loads(RECORD.read_text())["commands"]:
         done = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True)
-        assert "IndexError" in done.stdout + done.stderr, "it starts, and misses its run directory"
+        assert "IndexError" in done.stdout + done.stderr, (
+            "it did not start, or did not ask for its run directory"
+        )
 
 
 def test_a_run_directory_has_the_recorded_layout(tmp_path):

@@ -1,5 +1,5 @@
-"""What others install: wheel and sdist, built here and used in an environment of their own; and
-Kaggle's kernels, pushed by Kaggle's own client."""
+"""The wheel and the sdist, built here and installed in an environment of their own, and the Kaggle
+kernels, pushed by Kaggle's own client."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def build(source, *what):
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
-    "The wheel of a checkout, the sdist, and the wheel that is made of that."
+    "Return the wheel of a checkout, the sdist, and the wheel built from the sdist."
     folder = tmp_path_factory.mktemp("packages")
     copy = folder / "checkout"
     shutil.copytree(
@@ -74,7 +74,7 @@ def test_wheel_and_sdist_have_all_modules_and_nothing_else(wheels):
     assert f"## {__version__}\n" in (REPO / "CHANGELOG.md").read_text()
 
 
-def test_installed_in_an_environment_of_its_own(wheels, tmp_path):
+def test_the_wheel_works_in_an_environment_of_its_own(wheels, tmp_path):
     place = tmp_path / "venv"
     venv.create(place, with_pip=False)
     subprocess.run(
@@ -92,9 +92,8 @@ def test_installed_in_an_environment_of_its_own(wheels, tmp_path):
     )
     (libraries,) = place.glob("lib/python*/site-packages")
     (here,) = BIN.parent.glob("lib/python*/site-packages")
-    (libraries / "others.pth").write_text(
-        f"{here}\n"
-    )  # torch and the other requirements, which take minutes to install
+    # torch and the other requirements, which take minutes to install
+    (libraries / "others.pth").write_text(f"{here}\n")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def said(*command):
@@ -117,7 +116,7 @@ def test_installed_in_an_environment_of_its_own(wheels, tmp_path):
 
 @pytest.fixture
 def kaggle():
-    "Kaggle's server, as far as pushing a kernel goes: keeps what was sent."
+    "Run the part of Kaggle's server that receives kernels, and keep what it receives."
 
     class Server(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -147,12 +146,12 @@ def kaggle():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kaggles_own_client_takes_the_kernels(kernel, kaggle, tmp_path):
+def test_kaggles_own_client_accepts_the_kernels(kernel, kaggle, tmp_path):
     folder = tmp_path / kernel
     shutil.copytree(REPO / "kaggle" / kernel, folder)
     metadata = folder / "kernel-metadata.json"
     metadata.write_text(metadata.read_text().replace("USERNAME", "jane"))
-    # the client's way to a server on this machine is http://localhost; the proxy says which port
+    # the client reaches a local server at http://localhost; the proxy gives the port
     proxy = {
         name: f"http://127.0.0.1:{kaggle.server_port}" for name in ("http_proxy", "HTTP_PROXY")
     }

@@ -1,5 +1,5 @@
-"""The rules of the house: modules come from notebooks, imports point downwards, importing is
-light, the README's commands run."""
+"""The rules of this repository: modules come from notebooks, imports point downwards, importing is
+cheap, and the README's commands run."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ import pytest
 from harness.runs import BIN, NBS, REPO
 
 PACKAGE = REPO / "multigpu_ft"
-# A folder imports only from those before it, a file only from those before it in its folder; "" is the root.
+# A folder imports only from folders before it, and a file only from files before it in its folder. "" is the root.
 FOLDERS = (
     *(
         "run",
@@ -49,7 +49,7 @@ def file_of(module):
 
 
 def imports(path, package="multigpu_ft"):
-    "Names of our own modules that the module at `path`, in `package`, imports, wherever in it."
+    "Return which of our modules the module at `path`, in `package`, imports anywhere."
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             parts = package.split(".")
@@ -84,7 +84,7 @@ def test_modules_are_what_the_notebooks_export(tmp_path):
     assert {path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"} == expected
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(FOLDERS) - {""}
     assert not any(path.read_text().strip() for path in PACKAGE.glob("*/__init__.py")), (
-        "importing a folder costs nothing"
+        "importing a folder must cost nothing"
     )
 
 
@@ -101,11 +101,11 @@ def test_every_numbered_notebook_is_in_a_known_folder_and_named_like_its_module(
             int(notebook.stem[:2]) for notebook in sorted((NBS / folder).glob("[0-9]*.ipynb"))
         ]
         assert numbers == list(range(1, len(numbers) + 1)), (
-            f"{folder or 'nbs'}: the numbers are the reading order"
+            f"{folder or 'nbs'}: the numbers are not the reading order"
         )
 
 
-def test_tests_stand_in_the_folders_of_what_they_test():
+def test_tests_are_in_the_folders_of_what_they_test():
     folders = {
         path.parent.relative_to(REPO / "tests").as_posix()
         for path in (REPO / "tests").rglob("test_*.py")
@@ -160,18 +160,18 @@ def test_the_kernel_side_imports_no_torch(statement, absent):
 @pytest.mark.parametrize(
     "notebook", sorted(NBS.rglob("*.ipynb")), ids=lambda p: str(p.relative_to(NBS))
 )
-def test_notebooks_can_be_read(notebook):
+def test_notebooks_are_readable(notebook):
     content = json.loads(notebook.read_text())
     assert content["metadata"]["kernelspec"]["language"] == "python", "papermill needs it"
     first = "".join(content["cells"][0]["source"])
     recipes = ("train", "slices", "evaluate", "generate")
     recipe = notebook.parent == NBS and notebook.stem in recipes
     assert first.startswith("# ") and (recipe or "\n> " in first), (
-        "a title, and a summary in one line"
+        "needs a title, and a summary in one line"
     )
 
 
-def test_nothing_of_the_machine_it_was_made_on():
+def test_no_file_names_the_machine_it_was_made_on():
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -206,8 +206,8 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("room", ORDER)
-def test_nothing_is_unpickled_or_run_that_came_from_elsewhere(room):
-    """As SECURITY.md says: pickle goes from a notebook to its own ranks only, and no code of a
+def test_nothing_from_elsewhere_is_unpickled_or_run(room):
+    """SECURITY.md says so: pickle goes only from a notebook to its own ranks, and no code of a
     model or a dataset is run."""
     source = file_of(room).read_text()
     called = {
@@ -235,9 +235,8 @@ def test_nothing_is_unpickled_or_run_that_came_from_elsewhere(room):
             or ast.unparse(node.args[1]) == "_Loader"
             and "class _Loader(yaml.SafeLoader)" in source
         ), f"{room} loads any YAML"
-        assert name not in ("eval", "exec") or room == "magic", (
-            f"{room} calls {name}"
-        )  # %%torchrun runs the cell that it is given
+        # %%torchrun runs its cell
+        assert name not in ("eval", "exec") or room == "magic", f"{room} calls {name}"
     assert "trust_remote_code" not in source
 
 
@@ -253,12 +252,11 @@ CELLS = [
 ]
 
 
-@pytest.mark.timeout(
-    1800
-)  # one block has 8 commands, three of which train; each has a limit of its own
+# One block has 8 commands, three of which train. Each has a limit of its own.
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("commands", BLOCKS, ids=lambda commands: commands[0])
-def test_commands_of_the_readme(commands, tmp_path):
-    "Those of one block one after the other in one folder, as they are read."
+def test_the_commands_of_the_readme_work(commands, tmp_path):
+    "Run the commands of a block one after the other in one folder, as a reader would."
     shutil.copytree(NBS, tmp_path / "nbs", ignore=shutil.ignore_patterns("runs"))
     (tmp_path / "q.jsonl").write_text('{"question": "Why?"}\n')
     (tmp_path / "x.jsonl").write_text(
@@ -268,7 +266,7 @@ def test_commands_of_the_readme(commands, tmp_path):
     )
     for command in commands:
         if command.startswith("make "):
-            # running the gate inside the gate would never end; make knows the target and what it would do
+            # running the gate inside the gate would never end, so make only prints what it would run
             done = subprocess.run(
                 ["make", "-n", *command.split()[1:]], cwd=REPO, capture_output=True, text=True
             )
@@ -283,9 +281,10 @@ def test_commands_of_the_readme(commands, tmp_path):
 
 
 @pytest.mark.parametrize("cells", CELLS, ids=lambda cells: cells[0].splitlines()[0])
-def test_cells_of_the_readme(cells, kernel):
-    "Those of one section one after the other in one notebook."
-    notebook = kernel(PIP_NO_INDEX="1")  # what is to be installed is there
+def test_the_cells_of_the_readme_work(cells, kernel):
+    "Run the cells of a section one after the other in one notebook."
+    # the packages to install are here already
+    notebook = kernel(PIP_NO_INDEX="1")
     for cell in cells:
         shown = notebook.run(cell, timeout=300)
         assert "ERROR" not in shown, shown
@@ -294,7 +293,7 @@ def test_cells_of_the_readme(cells, kernel):
 def test_the_readme_has_a_row_for_every_folder():
     rows = re.findall(r"^\| \[[\w/]+\]\((nbs/\w*)/?\)", README, re.M)
     assert [row.removeprefix("nbs").strip("/") for row in rows] == [*FOLDERS, "guides"], (
-        "in the order of imports"
+        "the rows must be in the order of imports"
     )
     assert {path.parent.relative_to(NBS).parts for path in NOTEBOOKS} == {
         (f,) if f else () for f in FOLDERS

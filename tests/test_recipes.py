@@ -13,7 +13,7 @@ from multigpu_ft import Run
 
 @pytest.fixture
 def recipe(tmp_path):
-    "A folder with train.ipynb in it, as nbs/ is."
+    "Return a folder with train.ipynb in it, such as nbs/."
     folder = tmp_path / "nbs"
     folder.mkdir()
     shutil.copy(NBS / "train.ipynb", folder)
@@ -39,8 +39,8 @@ def test_slices_one_after_the_other(recipe):
     )
     assert first.returncode == 0, first.stderr[-3000:]
     assert "starts from the base model" in outputs(recipe / "first.ipynb")
-    # the literal command of the manual, after a change of the parameters as one makes them: no
-    # output named, so the notebook goes to standard output
+    # The manual's literal command, after the parameters were edited by hand. It names no output,
+    # so the notebook goes to standard output.
     notebook = (recipe / "train.ipynb").read_text()
     assert notebook.count('"slice_size = None ') == 1
     (recipe / "train.ipynb").write_text(
@@ -84,7 +84,7 @@ def test_a_crash_is_not_hidden(recipe, failing_rank):
         done.returncode != 0 and "rank 1 raised ZeroDivisionError: planted in rank 1" in done.stderr
     )
     cells = json.loads((recipe / "out.ipynb").read_text())["cells"]
-    assert not any(c.get("outputs") for c in cells[-1:]), "the cell after the crash did not run"
+    assert not any(c.get("outputs") for c in cells[-1:]), "the cell after the crash ran"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_bad_parameters(recipe, parameters, reason):
 
 @pytest.mark.slow
 def test_a_long_run_leaves_a_small_notebook(recipe, tmp_path, material):
-    """Output is one line updated in place and one thinned-out picture, so its size does not grow with the steps."""
+    """The output is a line updated in place and a picture with few points, so it does not grow with the steps."""
     (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(1500)))
     settings = "-p batch_size 1 -p nproc 1 -p packing padded -p max_length 32"
     done = papermill(

@@ -1,4 +1,4 @@
-"""Conversations: what the assistant says is trained on, token by token."""
+"""Conversations: only the assistant's text is trained on, token by token."""
 
 import json
 import re
@@ -22,7 +22,7 @@ LLAMA3 = """{{ '<|begin_of_text|>' }}{% for m in messages %}\
 {{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}\
 {{ m.content | trim + '<|eot_id|>' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
-# as Qwen3's: thoughts of earlier turns are dropped, and an empty thought is put before the last answer
+# like Qwen3's: it drops the thoughts of earlier turns, and puts an empty thought before the last answer
 THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' and loop.last %}<think>
 
@@ -35,7 +35,7 @@ PLAIN = (
     "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
 )
-TEMPLATES = {  # what opens and closes an assistant's turn
+TEMPLATES = {  # the texts that open and close an assistant's turn
     "ChatML": (CHATML, "<|im_start|>assistant\n", "<|im_end|>"),
     "ChatML with generation tags": (CHATML_MARKED, "<|im_start|>assistant\n", "<|im_end|>"),
     "Llama 3": (LLAMA3, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
@@ -62,7 +62,7 @@ def chat_tokenizer():
 
 
 def by_hand(text, opening, closing):
-    "Which characters the assistant says, found by what stands before and after."
+    "Return the characters of the assistant's text, found by the text before and after it."
     said = np.zeros(len(text), bool)
     for found in re.finditer(re.escape(opening) + "(.*?" + re.escape(closing) + ")", text, re.S):
         said[found.start(1) : found.end(1)] = True
@@ -70,7 +70,7 @@ def by_hand(text, opening, closing):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_only_what_the_assistant_says_is_learnt_token_by_token(name, chat_tokenizer, shared_data):
+def test_only_the_assistants_text_is_learnt_token_by_token(name, chat_tokenizer, shared_data):
     template, opening, closing = TEMPLATES[name]
     singles = [json.loads(line)["messages"] for line in open(shared_data / "questions.jsonl")][:300]
     system = [
@@ -100,7 +100,7 @@ def test_only_what_the_assistant_says_is_learnt_token_by_token(name, chat_tokeni
     assert wrong == 0 and texts.targets.sum() > 20_000
 
 
-def test_a_conversation_cut_before_its_answer_counts_nothing(chat_tokenizer):
+def test_a_conversation_cut_before_its_answer_has_no_targets(chat_tokenizer):
     from multigpu_ft import DataError
 
     chat_tokenizer.chat_template = CHATML

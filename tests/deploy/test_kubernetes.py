@@ -1,5 +1,5 @@
-"""What is rendered for a cluster: valid for three versions of Kubernetes, as safe as it says,
-and sent only when asked, to an API server that runs here."""
+"""Manifests for a cluster are valid for three versions of Kubernetes, break no safety rule, and are
+sent only when asked, here to a local API server."""
 
 import copy
 import json
@@ -70,8 +70,8 @@ def render(case="builtin", target="job", **more):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("target", ["job", "trainjob"])
 @pytest.mark.parametrize("case", CASES)
-def test_manifests_are_what_kubernetes_knows(case, target, version):
-    "Kubeflow's kinds are not Kubernetes' own: of them the Job and the pod that they carry."
+def test_manifests_match_the_schemas_of_kubernetes(case, target, version):
+    "Kubernetes has no schema of Kubeflow's kinds, so the Job and the pod inside them are validated."
     import kubernetes_validate
 
     manifests = render(case, target).manifests
@@ -109,7 +109,7 @@ def test_the_schemas_notice_a_misspelt_field():
 
 @pytest.mark.parametrize("target", ["job", "trainjob"])
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_less_safe_than_it_has_to_be(case, target):
+def test_manifests_violate_no_rule(case, target):
     assert violations(render(case, target).manifests) == []
 
 
@@ -311,7 +311,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_what_is_made_worse_is_caught(mutant):
+def test_a_worsened_manifest_is_caught(mutant):
     manifests = copy.deepcopy(render().manifests)
     change, said = MUTANTS[mutant]
     if "metadata" in mutant:
@@ -371,7 +371,7 @@ def test_train_job_and_its_runtime():
     assert runtime["spec"]["mlPolicy"] == {"numNodes": 2, "torch": {"numProcPerNode": 1}}
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert replicated["name"] == container(manifests)["name"] == "node", (
-        "Kubeflow sets the variables of the container of that name"
+        "Kubeflow sets the variables of the container with this name"
     )
     assert replicated["template"]["metadata"]["labels"] == {
         "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
@@ -382,7 +382,7 @@ def test_train_job_and_its_runtime():
     plain = render("everything").manifests
     same = copy.deepcopy(node(manifests))
     same["containers"][0]["command"], same["subdomain"] = container(plain)["command"], "opt-lora"
-    assert same == node(plain), "the same pod, as safe"
+    assert same == node(plain), "the pod of the TrainJob differs"
 
 
 def test_the_configuration_of_the_run():
@@ -410,7 +410,7 @@ def test_the_configuration_of_the_run():
     ] == ["nvidia.com/gpu", "spot"]
 
 
-def test_only_what_needs_it_speaks_to_the_internet():
+def test_only_runs_that_need_the_internet_may_reach_it():
     def ports(manifests):
         return [
             p["port"] for rule in policy(manifests, "node")["egress"] for p in rule.get("ports", [])
@@ -424,7 +424,7 @@ def test_only_what_needs_it_speaks_to_the_internet():
     assert find(render().manifests, "ConfigMap")[1]["data"]["HF_HUB_OFFLINE"] == "1"
 
 
-def test_slices_have_names_and_directories_of_their_own():
+def test_each_slice_has_its_own_name_and_directory():
     names = [deploy_kubernetes(RunConfig(start_idx=start), PLAIN).name for start in (0, 5000)]
     assert names == ["opt-tiny-0-5000", "opt-tiny-5000-10000"]
     assert (
@@ -433,7 +433,7 @@ def test_slices_have_names_and_directories_of_their_own():
     )
 
 
-def test_a_deepspeed_file_travels_along(tmp_path):
+def test_a_deepspeed_file_is_included(tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage3_max_live_parameters": 3e8}}')
     manifests = deploy_kubernetes(
         RunConfig(strategy="zero3", deepspeed_config=str(tmp_path / "ds.json")), PLAIN
@@ -475,7 +475,7 @@ def test_a_deepspeed_file_travels_along(tmp_path):
         ),
     ],
 )
-def test_what_resources_are_refused(changes, said):
+def test_invalid_resources_are_refused(changes, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         Resources(**{**PLAIN, **changes})
 
@@ -511,18 +511,18 @@ def test_a_token_is_not_echoed(monkeypatch, tmp_path):
         (RunConfig(tracker="wandb"), "--from-file=WANDB_API_KEY=FILE"),
     ],
 )
-def test_what_configurations_are_refused(cfg, said):
+def test_configurations_that_cannot_work_are_refused(cfg, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         deploy_kubernetes(cfg, PLAIN)
 
 
-def test_files_and_back(tmp_path):
+def test_the_files_hold_the_manifests(tmp_path):
     first = deploy_kubernetes(*CASES["everything"], out=tmp_path / "k8s")
     assert [
         yaml.safe_load(path.read_text()) for path in sorted((tmp_path / "k8s").iterdir())
     ] == first.manifests
     assert not any(re.search(r"[&*]id\d", path.read_text()) for path in first.files), (
-        "nothing that refers to another place"
+        "a file has YAML references"
     )
     assert (
         "opt-lora" in repr(first)
@@ -539,7 +539,7 @@ def test_files_and_back(tmp_path):
 
 
 class Api:
-    "An API server that finds kinds, takes objects and hands them back. Nothing reacts to them."
+    "An API server that lists kinds, and stores and returns objects. Nothing acts on them."
 
     KINDS = {
         "v1": {
@@ -632,7 +632,7 @@ class Api:
                 if reason := api.refused.get(body["kind"]):
                     return self.answer(*reason)
                 if body["kind"] == api.lost:
-                    self.close_connection = True  # without a word
+                    self.close_connection = True  # without an answer
                     return None
                 api.sent.append((path, query, self.headers["Content-Type"], body))
                 api.objects[path] = body
@@ -679,13 +679,13 @@ def api(tmp_path, monkeypatch):
     found.server.server_close()
 
 
-def test_nothing_is_sent_unasked(api, tmp_path):
+def test_nothing_is_sent_unless_asked(api, tmp_path):
     deployed = deploy_kubernetes(*CASES["builtin"], out=tmp_path / "k8s")
     assert api.sent == [] and deployed.cluster is None and "not sent" in repr(deployed)
 
 
 @pytest.mark.parametrize("target", ["job", "trainjob"])
-def test_what_is_sent_is_what_was_rendered(api, target):
+def test_the_rendered_manifests_are_sent(api, target):
     deployed = deploy_kubernetes(*CASES["everything"], target=target, submit=True)
     assert (
         [body for *_, body in api.sent] == deployed.manifests
@@ -702,14 +702,14 @@ def test_what_is_sent_is_what_was_rendered(api, target):
         )
 
 
-def test_a_job_that_is_there_already_is_left_alone(api):
+def test_an_existing_job_is_left_alone(api):
     deploy_kubernetes(*CASES["builtin"], submit=True)
     count = len(api.sent)
     with pytest.raises(
         ConfigError, match="kubectl delete job opt-tiny-0-5000 --namespace multigpu-ft"
     ):
         deploy_kubernetes(*CASES["builtin"], submit=True)
-    assert len(api.sent) == count, "nothing of it was sent"
+    assert len(api.sent) == count, "a part of it was sent"
     del api.objects["/apis/batch/v1/namespaces/multigpu-ft/jobs/opt-tiny-0-5000"]
     deploy_kubernetes(RunConfig(end_idx=5000, learning_rate=1e-4), PLAIN, submit=True)
     anew = [path.split("/")[-1] for path, _, kind, _ in api.sent if kind == "DELETE"]
@@ -722,7 +722,7 @@ def test_a_job_that_is_there_already_is_left_alone(api):
     )
 
 
-def test_what_a_cluster_refuses_is_told(api):
+def test_a_refusal_of_the_cluster_is_reported(api):
     api.refused = {"NetworkPolicy": ("networkpolicies is forbidden: User u cannot patch", 403)}
     with pytest.raises(
         ConfigError,
@@ -826,7 +826,7 @@ def test_the_image():
     last = max(i for i, (word, _) in enumerate(LINES) if word == "FROM")
     users = [rest for word, rest in LINES[last:] if word == "USER"]
     assert users[-1] == f"{_USER}:{_USER}", (
-        "the user that the pods run as, by number: a cluster cannot know that a name is not root"
+        "the user must be a number: a cluster cannot know that a name is not root"
     )
     assert not [
         rest
@@ -836,10 +836,10 @@ def test_the_image():
     assert not [rest for word, rest in LINES if word == "ADD"] and "constraints.txt" in DOCKERFILE
     copied = [rest for word, rest in LINES[last:] if word == "COPY"]
     assert all("--from=" in rest for rest in copied), (
-        "of the sources nothing is in the image, only what was installed"
+        "the image must hold only what was installed, no sources"
     )
     ignored = (REPO / ".dockerignore").read_text().split()
-    assert ignored[0] == "*", "what is sent to the build is what is named"
+    assert ignored[0] == "*", "the build must get only the named files"
 
 
 def test_hadolint():

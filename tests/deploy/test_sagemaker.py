@@ -1,4 +1,4 @@
-"""The real SageMaker SDK against moto's server, and the entry script as SageMaker would start it."""
+"""The real SageMaker SDK against moto's server, and the entry script, started as SageMaker starts it."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def aws(tmp_path_factory):
-    "AWS on the loopback interface, with a bucket and a role, and a user who set nothing else."
+    "Run AWS on the loopback interface, with a bucket and a role, for a user without other settings."
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -60,7 +60,8 @@ def aws(tmp_path_factory):
             "AWS_SHARED_CREDENTIALS_FILE": str(folder / "none"),
             "SAGEMAKER_USER_CONFIG_OVERRIDE": str(folder / "sagemaker.yaml"),
             "SAGEMAKER_ADMIN_CONFIG_OVERRIDE": str(folder / "sagemaker.yaml"),
-            "SAGEMAKER_VALIDATE_ROLE": "false",  # what a role may do cannot be asked of moto; whether there is one can
+            # moto knows whether a role exists, but not its permissions
+            "SAGEMAKER_VALIDATE_ROLE": "false",
         }.items():
             patch.setenv(name, value)
         boto3.client("s3").create_bucket(
@@ -73,8 +74,9 @@ def aws(tmp_path_factory):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The bodies of CreateTrainingJob as they came over the wire; moto forgets some of what is
-    in them. The SDK's makers hear of none."""
+    """Return the bodies of CreateTrainingJob as they were sent, since moto drops parts of them.
+
+    Asserts that the SDK sends no usage statistics."""
     from moto.sagemaker.responses import SageMakerResponse
     from sagemaker.core.telemetry import telemetry_logging
 
@@ -100,8 +102,8 @@ def keys(aws):
     ]
 
 
-def equal_as_far_as_told(told, sent, found):
-    "What was shown before is what was sent, and what SageMaker says it has."
+def assert_sent_as_shown(told, sent, found):
+    "Assert that the request shown before was sent, and is what SageMaker describes."
     for name, value in told.items():
         for there in (sent, found if name not in ("Environment", "Tags") else sent):
             if name in ("TrainingJobName", "RoleArn"):
@@ -119,7 +121,7 @@ def equal_as_far_as_told(told, sent, found):
                 assert there[name] == value, name
 
 
-def test_the_job_is_what_was_shown_and_nothing_is_sent_before(aws, sent):
+def test_the_job_is_as_shown_and_nothing_is_sent_before_submit(aws, sent):
     from multigpu_ft.deploy.sagemaker import deploy_sagemaker
 
     cfg = RunConfig.preset(
@@ -145,7 +147,7 @@ def test_the_job_is_what_was_shown_and_nothing_is_sent_before(aws, sent):
     job.submit()
     found = sagemaker.describe_training_job(TrainingJobName=job.name)
     assert job.arn == found["TrainingJobArn"] and found["RoleArn"].endswith(f"role/{ROLE}")
-    equal_as_far_as_told(job.request, sent[0], found)
+    assert_sent_as_shown(job.request, sent[0], found)
     assert (
         found["CheckpointConfig"] == {"S3Uri": f"{S3}/runs", "LocalPath": "/opt/ml/checkpoints"}
         and found["EnableManagedSpotTraining"] is True
@@ -210,7 +212,7 @@ def test_several_machines_share_a_file_system(aws, sent):
         submit=True,
     )
     found = aws.client("sagemaker").describe_training_job(TrainingJobName=job.name)
-    equal_as_far_as_told(job.request, sent[0], found)
+    assert_sent_as_shown(job.request, sent[0], found)
     runs = next(c for c in found["InputDataConfig"] if c["ChannelName"] == "runs")["DataSource"][
         "FileSystemDataSource"
     ]
@@ -226,7 +228,7 @@ def test_several_machines_share_a_file_system(aws, sent):
     assert found["ResourceConfig"]["InstanceCount"] == 2 and "CheckpointConfig" not in job.request
 
 
-def test_what_is_missing_is_told(aws, monkeypatch):
+def test_missing_requirements_are_reported(aws, monkeypatch):
     from multigpu_ft.deploy import sagemaker
 
     deploy = sagemaker.deploy_sagemaker
@@ -245,7 +247,7 @@ def test_what_is_missing_is_told(aws, monkeypatch):
 
 
 def start_as_sagemaker_does(folder, hyper_parameters, **environ):
-    "Two processes of torchrun, with the environment and arguments that the SDK's driver gives them in the container."
+    "Run two processes of torchrun, with the environment and arguments of the SDK's driver in the container."
     from sagemaker.train.container_drivers.common.utils import hyperparameters_to_cli_args
 
     code = folder / "code"
@@ -277,7 +279,7 @@ def start_as_sagemaker_does(folder, hyper_parameters, **environ):
 
 
 @pytest.mark.slow
-def test_the_entry_trains_and_goes_on_after_an_interruption(aws, tmp_path):
+def test_the_entry_trains_and_resumes_after_an_interruption(aws, tmp_path):
     from sagemaker.train.container_drivers.scripts.environment import deserialize_hyperparameters
 
     from multigpu_ft.deploy.bundle import pack
@@ -329,19 +331,18 @@ def test_the_entry_trains_and_goes_on_after_an_interruption(aws, tmp_path):
     }
     assert "hf_x" not in "".join(p.read_text(errors="ignore") for p in run_dir.path.rglob("*.json"))
 
-    (run_dir.path / "status.json").write_text(
-        json.dumps({**status, "state": "running"})
-    )  # as an interruption leaves it
+    # an interruption leaves this state
+    (run_dir.path / "status.json").write_text(json.dumps({**status, "state": "running"}))
     start_as_sagemaker_does(tmp_path, {**told, "max_steps": 4}, **environ)
     assert [m["step"] for m in run_dir.metrics()] == [1, 2, 3, 4] and run_dir.status()[
         "state"
     ] == "done"
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 1, "the same directory"
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1, "it used another directory"
 
 
-def test_sigterm_stops_in_order_and_the_next_start_goes_on(tmp_path):
-    """As torchrun ends its processes: the rank behind the entry finishes its step and saves;
-    the same job started again does the rest."""
+def test_sigterm_saves_and_the_next_start_resumes(tmp_path):
+    """SIGTERM, with which torchrun ends its processes, lets a rank finish its step and save. The same
+    job, started again, does the rest."""
     told = {
         "run_root": str(tmp_path / "checkpoints"),
         "run_name": "mine",
@@ -387,7 +388,7 @@ def test_sigterm_stops_in_order_and_the_next_start_goes_on(tmp_path):
     ).exists()
 
 
-def test_a_mistake_ends_every_rank_with_its_reason(tmp_path):
+def test_a_bad_setting_ends_every_rank_with_its_reason(tmp_path):
     env = {
         **os.environ,
         "SM_HPS": json.dumps({"run_root": str(tmp_path), "run_name": "x", "batch_sise": 2}),
@@ -403,7 +404,7 @@ def test_a_mistake_ends_every_rank_with_its_reason(tmp_path):
     assert done.returncode == 1 and "batch_size" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_secret_that_does_not_do_is_told_without_its_value(aws):
+def test_an_unusable_secret_is_reported_without_its_value(aws):
     from multigpu_ft.deploy.sagemaker_entry import take_secrets
 
     client = aws.client("secretsmanager")

@@ -1,5 +1,6 @@
-"""SkyPilot's own loader and optimizer on the tasks that are written, and their commands in a
-real shell. SkyPilot lives in an environment of its own."""
+"""SkyPilot's own loader and optimizer read the written tasks, and a real shell runs their commands.
+
+SkyPilot is installed in an environment of its own."""
 
 import json
 import os
@@ -15,11 +16,11 @@ from multigpu_ft.deploy.skypilot import deploy_skypilot
 from multigpu_ft.run.config import RunConfig
 from multigpu_ft.run.errors import ConfigError
 
-SKY = Path(sys.prefix) / "skypilot" / "bin" / "python"  # the Makefile makes it
+SKY = Path(sys.prefix) / "skypilot" / "bin" / "python"  # made by the Makefile
 
 
 def load(folder, *flags):
-    "What SkyPilot makes of the task in `folder`, and of `flags` for sky jobs launch."
+    "Return how SkyPilot reads the task in `folder`, and the `flags` of sky jobs launch."
     if not SKY.exists():
         pytest.skip("SkyPilot is not installed in .venv/skypilot")
     home = folder.parent / "home"
@@ -117,7 +118,7 @@ def test_skypilot_reads_a_task_with_a_bucket(tmp_path):
 
 @pytest.mark.parametrize("code", [0, 75, 78])
 def test_the_command_of_each_node(tmp_path, code):
-    "The section `run` in a shell, with SkyPilot's variables: the line that starts this node's part, and its exit code."
+    "Run the section `run` in a shell with SkyPilot's variables, and check the node's command and exit code."
     task = deploy_skypilot(RunConfig(), "/mnt/shared", num_nodes=2)
     fake(tmp_path / "multigpu_ft_env" / "bin" / "multigpu-ft", f'printf "%s\\n" "$@"; exit {code}')
     for rank in ("0", "1"):
@@ -145,8 +146,8 @@ def test_the_command_of_each_node(tmp_path, code):
         ]
 
 
-def test_what_is_packed_can_be_installed_and_starts(tmp_path):
-    "pip builds the packed code, without its requirements, which are here; the command then is that code."
+def test_the_packed_code_can_be_installed_and_starts(tmp_path):
+    "pip installs the packed code without its requirements, which are here, and the command runs that code."
     deploy_skypilot(RunConfig(), "/mnt/shared", out=str(tmp_path / "job"))
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", tmp_path / "there"]
     subprocess.run(
@@ -169,7 +170,7 @@ def test_what_is_packed_can_be_installed_and_starts(tmp_path):
     ]
 
 
-def test_submitting_hands_over_the_names_of_secrets(tmp_path, monkeypatch):
+def test_submitting_passes_on_the_names_of_secrets(tmp_path, monkeypatch):
     there = "ls code/multigpu_ft/training/trainer.py config.json; printenv SKYPILOT_DISABLE_USAGE_COLLECTION"
     fake(
         tmp_path / "sky",

@@ -1,4 +1,4 @@
-"""Every kind of tuning under every strategy that allows it, for five architectures: trains, resumes, exports.
+"""Train, resume and export with every kind of tuning under every strategy, for five architectures.
 
 python tests/harness/adapters.py --json bench/results/adapters.json
 """
@@ -57,7 +57,7 @@ TUNINGS, STRATEGIES = ("full", "lora", "qlora", "lora8bit"), ("single", "ddp", "
 
 
 def make_models(folder):
-    "Tiny models of all architectures, with the tokenizer of words."
+    "Make tiny models of all architectures, with a tokenizer of words."
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -116,7 +116,7 @@ def losses(run_dir):
 
 
 def refused(architecture, tuning, strategy):
-    "What `RunConfig` says to it, if it refuses."
+    "Return why `RunConfig` refuses the combination; None if it does not."
     try:
         RunConfig(tuning=tuning, strategy=strategy)
     except ConfigError as error:
@@ -124,7 +124,7 @@ def refused(architecture, tuning, strategy):
 
 
 def try_cell(server, material, root, architecture, tuning, strategy, **settings):
-    "A whole run, and one in two parts; what is to be compared."
+    "Return what to compare of a whole run, and of one in two parts."
     whole = config(
         material, root / "whole", architecture, tuning, strategy, resume_file="none", **settings
     )
@@ -202,7 +202,7 @@ for folder in json.load(sys.stdin):
 
 
 def reload(folders):
-    "The loss of each export in a process that knows nothing but transformers and peft, and the trained model's."
+    "Return the loss of each export in a process with only transformers and peft, and the trained model's."
     done = subprocess.run(
         [sys.executable, "-c", RELOAD], input=json.dumps(folders), capture_output=True, text=True
     )

@@ -1,7 +1,7 @@
-"""A notebook in a real browser: a Jupyter server of its own, and a page on which a test clicks,
-types and reads as a user does.
+"""A notebook in a real browser, with a Jupyter server of its own: a test clicks, types and reads
+as a user does.
 
-A test module asks for it with `pytest_plugins = ["browser"]` and the fixtures `lab` and `shots`."""
+Tests use the fixtures `lab` and `shots`."""
 
 import importlib.util
 import json
@@ -20,14 +20,14 @@ import pytest
 
 
 def chromium():
-    "A chromium browser of this machine, or None."
+    "Return the path of a chromium browser on this machine, or None."
     names = "chromium", "chromium-browser", "google-chrome-stable", "google-chrome"
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="session")
 def browser_there():
-    "Skips where there is nothing to drive, or nothing to drive it with."
+    "Skip the test if the browser, Jupyter or playwright is missing."
     missing = [
         name
         for name in ("playwright", "jupyterlab", "nbclassic")
@@ -41,7 +41,7 @@ def browser_there():
 
 @pytest.fixture
 def lab(browser_there, tmp_path):
-    "Starts labs: `lab(theme=..., app=..., env=...)`, each in a folder of its own; they end with the test."
+    "Return a function that starts labs, `lab(theme=..., app=..., env=...)`, each in its own folder."
     with ExitStack() as started:
         yield lambda **options: started.enter_context(
             Lab(tmp_path / f"lab{secrets.token_hex(2)}", **options)
@@ -50,14 +50,14 @@ def lab(browser_there, tmp_path):
 
 @pytest.fixture
 def shots(tmp_path):
-    "Where screenshots go: $MULTIGPU_FT_SHOTS, which CI may keep as artifacts, or the test's own folder."
+    "Return the folder for screenshots: $MULTIGPU_FT_SHOTS, which CI may keep, or one of the test's own."
     folder = Path(os.environ.get("MULTIGPU_FT_SHOTS") or tmp_path / "shots")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def make_notebook(path, *cells, kernel="python3"):
-    "Write a notebook of these code cells, and return its path."
+    "Write a notebook of these code cells. Returns its path."
     spec = {
         "kernelspec": {"name": kernel, "display_name": kernel, "language": "python"},
         "language_info": {"name": "python"},
@@ -72,7 +72,7 @@ def make_notebook(path, *cells, kernel="python3"):
 
 
 class Lab:
-    "A Jupyter server that serves `folder`, and a browser on it. Nothing of the user's own settings is read or written."
+    "A Jupyter server that serves `folder`, and a browser on it. It neither reads nor writes the user's own settings."
 
     def __init__(self, folder, theme="light", app="lab", env=None, size=(1200, 1000)):
         self.folder, self.app, self.token = Path(folder), app, secrets.token_hex(16)
@@ -97,7 +97,7 @@ class Lab:
             "LabApp.expose_app_in_browser": True,
             "LabApp.check_for_updates_class": "jupyterlab.NeverCheckForUpdate",
             "NotebookApp.show_banner": False,  # of nbclassic
-            # should the test be killed, the server goes by itself
+            # if the test is killed, the server ends by itself
             "ServerApp.shutdown_no_activity_timeout": 900,
             "MappingKernelManager.cull_idle_timeout": 600,
             "MappingKernelManager.cull_connected": True,
@@ -146,22 +146,22 @@ class Lab:
 
 
 def _address(server, own, seconds=60):
-    "The server takes a free port, and says in its runtime folder which."
+    "Return the address: the server takes a free port, and writes it to its runtime folder."
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
         for info in own.glob("runtime/jpserver-*.json"):
             try:
                 return json.loads(info.read_text())["url"]
-            except ValueError:  # it is being written
+            except ValueError:  # still being written
                 pass
         time.sleep(0.05)
     raise AssertionError(f"no Jupyter server: {(own / 'server.log').read_text()[-3000:]}")
 
 
 def _end(server):
-    "End a server and its kernels; what a kernel leaves behind is for a test to find."
+    "End a server and its kernels. What a kernel leaves behind stays, for a test to find."
     kernels = psutil.Process(server.pid).children() if server.poll() is None else []
-    server.terminate()  # it shuts its kernels down
+    server.terminate()  # shuts its kernels down
     try:
         server.wait(15)
     except subprocess.TimeoutExpired:
@@ -183,9 +183,9 @@ def _settings(own, theme):
                     "fetchNews": "false",
                     "doNotDisturbMode": True,
                 },
-                # outputs off screen are rendered too
+                # also render outputs that are off screen
                 "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
-                # only what the test saves is saved
+                # save only when the test does
                 "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
             }
         )
@@ -200,7 +200,7 @@ _shared = {"users": 0}
 
 @contextmanager
 def _browser():
-    "One browser for all labs of the process: playwright allows one of itself to a thread."
+    "Return the one browser of the process: playwright allows one instance per thread."
     from playwright.sync_api import sync_playwright
 
     if not _shared["users"]:
@@ -220,7 +220,7 @@ def _browser():
 
 
 class Page:
-    "A notebook in JupyterLab. Cells are counted from 0. What is not here is on `.page`, playwright's own."
+    "A notebook in JupyterLab. Cells are counted from 0. For anything else, `.page` is playwright's page."
 
     cells = ".jp-Notebook .jp-Cell"
     outputs = ".jp-Notebook .jp-OutputArea"
@@ -257,22 +257,22 @@ class Page:
         self._wait(self.ready, 60, "a notebook with its kernel")
 
     def run_cell(self, i, wait=60):
-        "Run a cell, and wait up to `wait` seconds for its end; 0 does not wait."
+        "Run a cell, and wait up to `wait` seconds for it to end; 0 does not wait."
         self._do("cell", i, wait)
 
     def run_all(self, wait=120):
-        "Run all cells; as `run_cell`."
+        "Run all cells, as `run_cell` does."
         self._do("all", None, wait)
 
     def wait(self, seconds=60):
-        "Wait until no cell runs."
+        "Wait until no cell is running."
         self._wait(self.done, seconds, "all cells done")
 
     def interrupt(self):
         self._do("interrupt", None, 0)
 
     def restart_kernel(self, wait=60):
-        "Restart the kernel, and say yes where that is asked."
+        "Restart the kernel, and confirm it."
         self._do("restart", None, 0)
         self.page.locator(self.accept).click()
         self._wait(self.done, wait, "a kernel started again")
@@ -281,12 +281,13 @@ class Page:
         self._do("save", None, 20)
 
     def output(self, i):
-        "What a cell shows, as a locator."
+        "Return the output of a cell, as a locator."
         return self.page.locator(self.cells).nth(i).locator(self.outputs.split()[-1]).first
 
     def wait_for_text(self, text, timeout=30, cell=None):
-        """Wait until an output, or that of one cell, shows `text`: a part of it in any case of
-        letters, or a regular expression."""
+        """Wait until an output, or that of one cell, shows `text`.
+
+        A string matches a part in any case; a regular expression matches as usual."""
         shown = self.page.locator(self.outputs) if cell is None else self.output(cell)
         try:
             shown.filter(has_text=text).first.wait_for(timeout=1000 * timeout)
@@ -300,16 +301,16 @@ class Page:
         self.page.locator(self.outputs).get_by_role("button", name=label, exact=True).click()
 
     def field(self, label):
-        "The field of the outputs with this label, to `fill`, `check` or `select_option`."
+        "Return the field with this label in the outputs, to `fill`, `check` or `select_option`."
         return self.page.locator(self.outputs).get_by_label(label, exact=True)
 
     def type(self, label, text):
-        "Type `text` in place of what the field with this label holds, and leave the field."
+        "Replace the content of the field with this label by `text`, and leave the field."
         self.field(label).fill(str(text))
         self.field(label).press("Tab")
 
     def theme(self, name):
-        "Turn to the `light` or the `dark` theme."
+        "Switch to the `light` or the `dark` theme."
         self.page.evaluate(
             "name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})",
             f"JupyterLab {name.title()}",
@@ -321,15 +322,15 @@ class Page:
         )
 
     def screenshots(self, folder, name, locator=None):
-        "A picture in each theme."
+        "Take a screenshot in each theme."
         for theme in ("light", "dark"):
             self.theme(theme)
             self.screenshot(folder / f"{name}-{theme}.png", locator)
 
     def screenshot(self, path, locator=None):
-        "A picture of the page, or of a locator alone, all of it."
+        "Take a screenshot of the page, or of the whole of one locator."
         window, box = self.page.viewport_size, locator and locator.bounding_box()
-        if box and box["height"] > window["height"] - 200:  # what is scrolled away would be cut off
+        if box and box["height"] > window["height"] - 200:  # parts out of view would be cut off
             self.page.set_viewport_size({**window, "height": int(box["height"]) + 300})
         (locator or self.page).screenshot(path=path)
         self.page.set_viewport_size(window)
@@ -350,7 +351,7 @@ class Page:
 
 
 class Classic(Page):
-    "A notebook in the classic Jupyter Notebook, as nbclassic keeps it."
+    "A notebook in the classic Jupyter Notebook, which nbclassic provides."
 
     cells = "#notebook-container > .cell"
     outputs = "#notebook-container .output"

@@ -1,7 +1,8 @@
-"""Kernels and agents that die, in every way to start ranks from a cell, at random moments: what
-is left, and for how long.
+"""Let kernels and agents die at random moments, for every way to start ranks from a cell.
 
-python tests/dying_kernels.py --trials 108 --relaunches 20 --json bench/results/kernels.json"""
+Records which processes remain, and for how long.
+
+python tests/harness/dying_kernels.py --trials 108 --relaunches 20 --json bench/results/kernels.json"""
 
 import argparse
 import json
@@ -47,7 +48,7 @@ FAULTS = ("interrupt", "restart", "kernel SIGKILL", "agent SIGKILL")
 
 
 def marked(mark, but=()):
-    "Living processes with the trial's mark, which children inherit."
+    "Return the living processes with the trial's mark, which children inherit."
     found = []
     for process in psutil.process_iter():
         try:
@@ -63,7 +64,7 @@ def marked(mark, but=()):
 
 
 class Trial:
-    "A kernel in a folder of its own, in which a cell starts ranks."
+    "A kernel in its own folder, in which a cell starts ranks."
 
     def __init__(self, folder):
         self.mark = uuid.uuid4().hex
@@ -72,7 +73,7 @@ class Trial:
         self.own = {p.pid for p in marked(self.mark)}
 
     def start(self, cell, after_s, ranks=True):
-        "Run `cell` without waiting; returns `after_s` seconds after its ranks (or its agent) were there."
+        "Run `cell` without waiting. Returns `after_s` seconds after its ranks (or its agent) have started."
         self.cell = self.kernel.start(cell)
         end = time.monotonic() + 60
         while len(marked(self.mark, self.own)) < (3 if ranks else 1):
@@ -81,7 +82,7 @@ class Trial:
         time.sleep(after_s)
 
     def fault(self, name):
-        "Do it, and return the seconds until no process was left; after 30, the number of those left."
+        "Cause the fault `name`. Returns the seconds until no process was left, or after 30 how many were left."
         manager = self.kernel.manager
         agent = next(
             p for p in marked(self.mark, self.own) if "multigpu_ft.launcher.agent" in p.cmdline()
@@ -124,7 +125,7 @@ def trial(folder, launcher, fault, after_s, ranks=True):
 
 
 def relaunch(folder, launcher, times, rng):
-    "In one kernel: ranks die with their agent, and the next launch works. Returns how often it did."
+    "Kill ranks with their agent and launch again, in one kernel. Returns how often the launch worked."
     one, worked = Trial(folder), 0
     try:
         for _ in range(times):

@@ -1,7 +1,8 @@
-"""What each of two ranks computes for test_exactness.py: torchrun --nproc-per-node 2
-tests/harness/exactness.py REPORT.json
+"""Compute what test_exactness.py compares, on each of two ranks.
 
-Everything in one process pair, because importing takes longer than the steps."""
+torchrun --nproc-per-node 2 tests/harness/exactness.py REPORT.json
+
+One pair of processes does everything, because importing takes longer than the steps."""
 
 import copy
 import hashlib
@@ -44,7 +45,7 @@ ARCHITECTURES = {
     },
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
-SPLITS = [  # each a way to share 8 rows
+SPLITS = [  # ways to split 8 rows
     ("single", {"batch_size": 8}),
     ("single", {"batch_size": 2, "accum_steps": 4}),
     ("ddp", {"batch_size": 4}),
@@ -88,7 +89,7 @@ def build(name):
 
 
 class Words:
-    "Texts are lists of numbers; every number a token."
+    "A tokenizer of texts that are lists of numbers; each number is a token."
 
     eos_token_id, pad_token_id = 2, 1
 
@@ -111,11 +112,10 @@ def config(strategy, **settings):
 
 
 def start(model, cfg, world):
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # a process has one, and here it has several strategies, one after the other
+    # this state belongs to the process, which has several strategies here, one after the other
+    AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    torch.nn.functional.linear = LINEAR  # ZeRO-3 puts its own in this place
+    torch.nn.functional.linear = LINEAR  # ZeRO-3 replaces it
     strategy, _ = make_strategy(cfg, world, 0)
     strategy.prepare(LossModel(copy.deepcopy(model)), lambda m: make_optimizer(cfg, m))
     return strategy
@@ -162,7 +162,7 @@ def deviation(points, reference):
 
 
 def fingerprint(strategy):
-    "Of this rank's parameters, to the bit."
+    "Return a digest of this rank's parameters, bit for bit."
     digest = hashlib.sha256()
     for parameter in strategy.model.parameters():
         local = (
@@ -181,7 +181,7 @@ def everybodys(value):
 
 
 def planted_infinity(model, texts, world, way, dtype):
-    "Before and after a step whose gradient is infinite on rank 1 alone: parameters, scale, count of skipped steps."
+    "Return parameters, scale and skipped steps before and after a step with an infinite gradient on rank 1 only."
     strategy, _, offload = way.partition(" ")
     cfg = config(strategy, batch_size=2, dtype=dtype, offload="optimizer" if offload else "none")
     strategy, stream = start(model, cfg, world), steps(texts, cfg, "packed", world)
@@ -189,9 +189,8 @@ def planted_infinity(model, texts, world, way, dtype):
     batch = {k: torch.from_numpy(v) for k, v in next(stream).micro_batches[0].items()}
     with strategy.accumulate(last=True):
         loss = strategy.forward(**batch, scale=strategy.loss_scale.value / 100)[0]
-        strategy.backward(
-            loss * float("inf") if world.rank == 1 and cfg.zero_stage else loss
-        )  # DeepSpeed keeps its gradients to itself
+        # DeepSpeed doesn't expose its gradients, so the loss is infinite instead
+        strategy.backward(loss * float("inf") if world.rank == 1 and cfg.zero_stage else loss)
     if world.rank == 1 and not cfg.zero_stage:
         gradient = next(strategy.model.parameters()).grad
         (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float(
@@ -214,7 +213,7 @@ def planted_infinity(model, texts, world, way, dtype):
 
 @torch.no_grad()
 def alone_and_together(model, texts):
-    "Largest difference of a token's loss between its text alone and the text in packed or bucketed company."
+    "Return the largest difference of a token's loss between a text alone and packed or bucketed with others."
     losses_of = LossModel(model).eval()
 
     def run(rows, packing):
@@ -263,7 +262,7 @@ def main():
                 label: deviation(points, curves[0])
                 for label, points in zip(labels[1:], curves[1:], strict=True)
             }
-    few = slice_of(3, seed=2)  # on the last step rank 1 has no targets at all
+    few = slice_of(3, seed=2)  # rank 1 has no targets in the last step
     reference = curve(
         models["llama"], few, "padded", world, "single", {"batch_size": 1, "accum_steps": 2}
     )

@@ -191,9 +191,8 @@ def serve():
 
     torch.set_num_threads(1)
     ready, sys.stdout = sys.stdout, sys.stderr  # importing DeepSpeed prints
-    tqdm.set_lock(
-        threading.RLock()
-    )  # forks share its own semaphore: a rank killed while holding it would block all later ranks
+    # forks share tqdm's own semaphore: a rank killed while holding it would block all later ranks
+    tqdm.set_lock(threading.RLock())
     AutoModelForCausalLM.from_pretrained(sys.argv[2])
     AutoTokenizer.from_pretrained(sys.argv[2])
     for name in sys.argv[3:]:
@@ -351,7 +350,7 @@ def lineage(runs):
         status = run_dir.status()
         first = status.get("first_step")
         if first is None:
-            continue  # killed before it knew
+            continue  # killed before it was recorded
         for step in [s for s in losses if s >= first]:
             del losses[step]
         for step in [s for s in texts if s >= first]:
@@ -603,9 +602,8 @@ class Reshapes:
             nproc = rng.choice([n for n in (1, 2) if not runs or n != segments[-1][1]])
             strategy = rng.choice(["ddp", "fsdp"] if nproc == 2 else ["single", "ddp", "fsdp"])
             batch = rng.choice([b for b in range(1, rows + 1) if rows % (b * nproc) == 0])
-            accum = (
-                rows // batch // nproc if not runs else rng.choice([1, 2, 3])
-            )  # later segments keep the global batch, whatever this says
+            # later segments keep the global batch, whatever their setting
+            accum = rows // batch // nproc if not runs else rng.choice([1, 2, 3])
             steps = rng.randint(1, 6)
             cfg = self.config(
                 root / "reshaped",

@@ -1,12 +1,11 @@
-"""A fuzzer: generated settings, files and messages, each of which is accepted rightly or
-refused with one typed error.
+"""A fuzzer: each generated input is accepted correctly or refused with one typed error.
 
 python tests/harness/fuzz.py --inputs 20000 --seed 0 --json bench/results/fuzz.json
-python tests/harness/fuzz.py --only jsonl --first-seed 17 --inputs 1                    # one input again
+python tests/harness/fuzz.py --only jsonl --first-seed 17 --inputs 1                    # repeats one input
 
-A surface is a function that makes one input of a random generator, in an empty folder, and
-gives it to the code that a user's input comes to. It returns where the input was accepted,
-having asserted that rightly, and raises where it was refused."""
+A surface is a function that generates one input, in an empty folder, and passes it to the code
+that receives it from a user. It returns if the input was accepted, after asserting that this was
+right, and raises if it was refused."""
 
 import argparse
 import contextlib
@@ -70,7 +69,7 @@ SURFACES = {}
 
 
 class Refused(Exception):
-    "A refusal that is no exception: a command that ends with usage, or a peer that is sent away."
+    "A refusal without an exception: a command that ends with its usage, or a peer that is turned away."
 
 
 class Hang(BaseException):
@@ -200,12 +199,12 @@ def nasty(rng):
 
 
 def mostly(rng, good, others=TEXTS):
-    "One of `good`, or now and then one of `others`."
+    "Return one of `good`, or sometimes one of `others`."
     return rng.choice(good if rng.random() < 0.75 else others)
 
 
 def places(value, found=None):
-    "Each container in `value` with each of its keys."
+    "Return each container in `value` with each of its keys."
     found = [] if found is None else found
     for key in (
         list(value)
@@ -220,7 +219,7 @@ def places(value, found=None):
 
 
 def changed(value, rng, times=(1, 1, 1, 2, 3)):
-    "A copy of `value`, of JSON's types, with things in it replaced, left out, renamed or added."
+    "Return a copy of `value`, a JSON value, with parts replaced, removed, renamed or added."
     value = copy.deepcopy(value)
     for _ in range(rng.choice(times)):
         if not (where := places(value)):
@@ -239,7 +238,7 @@ def changed(value, rng, times=(1, 1, 1, 2, 3)):
 
 
 def spoiled(content, rng):
-    "`content` with bytes cut off, flipped, put in or taken out."
+    "Return `content` with bytes cut off, flipped, inserted or removed."
     place, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     strange = rng.choice(
         [
@@ -290,7 +289,7 @@ def spoiled(content, rng):
 
 
 def as_json(value, rng):
-    "`value` as bytes of JSON, now and then with a key twice."
+    "Return `value` as JSON in bytes, sometimes with a duplicate key."
     text = json.dumps(value, indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.7)
     if text.startswith("{") and len(text) > 2 and rng.random() < 0.1:
         text = '{"task": "chat", "text": "twice", "commit": 1, ' + text[1:]
@@ -298,7 +297,7 @@ def as_json(value, rng):
 
 
 def near(field, rng):
-    "A value for `field` of a configuration that its declaration allows, or that is just outside."
+    "Return a value that the declaration of a configuration's `field` allows, or only just forbids."
     bounds = [
         b
         for m in field.metadata
@@ -353,7 +352,7 @@ def settings(rng):
 
 
 def assert_config(cfg):
-    "It keeps to what its fields declare, and survives being written and read."
+    "Assert that `cfg` obeys its declarations, and is the same after being written and read."
     for name, field in RunConfig.model_fields.items():
         value = getattr(cfg, name)
         if value is None:
@@ -411,7 +410,7 @@ def preset(rng, folder):
 
 @surface
 def arguments(rng, folder):
-    "A command line, up to where it would start something."
+    "Try a command line, up to where it would start something."
 
     class Reached(Exception):
         pass
@@ -504,9 +503,8 @@ def arguments(rng, folder):
                 rf"multigpu-ft {re.escape(verb)}: ({'|'.join(kind.__name__ for kind in TYPED)}): ",
                 said,
             ), said
-        raise Refused(
-            said if isinstance(end.code, str) else said[:LONGEST_MESSAGE]
-        ) from None  # usage, which is tyro's, may be long
+        # tyro's usage may be long
+        raise Refused(said if isinstance(end.code, str) else said[:LONGEST_MESSAGE]) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -539,7 +537,7 @@ def word(rng):
 
 
 def row(rng, task):
-    "One of those that `task` reads."
+    "Return a row that `task` reads."
     if task == "chat":
         turns = [
             {"role": role, "content": word(rng)}
@@ -564,7 +562,7 @@ def row(rng, task):
 
 
 def data_settings(rng, path, task, count):
-    "A configuration for `count` rows of `path`, mostly one that fits."
+    "Return a configuration for `count` rows of `path`, usually one that fits."
     end = rng.choice([None, None, None, count, count - 1, count + 1, 1])
     return RunConfig(
         dataset=str(path),
@@ -577,7 +575,7 @@ def data_settings(rng, path, task, count):
 
 
 def texts_in(example):
-    "What a tokenizer or a template reads of it."
+    "Return the parts of `example` that a tokenizer or a template reads."
     return (
         [example]
         if isinstance(example, str)
@@ -586,7 +584,7 @@ def texts_in(example):
 
 
 def assert_texts(cfg, read):
-    "What is read of `cfg`'s slice is what the rows say that `read` returns, those of the whole data."
+    "Assert that the texts read for `cfg`'s slice are those in the rows of the whole data, which `read` returns."
     names = find_label_names(cfg) if cfg.task == "classification" else None
     found, rows = load_texts(cfg, names), read()
     assert count_rows(cfg) == len(
@@ -614,7 +612,7 @@ def assert_texts(cfg, read):
 
 
 class Lines:
-    "The rows of a .jsonl file, read when they are asked for: a slice may end before a damaged line."
+    "The rows of a .jsonl file, read only when needed: a slice may end before a damaged line."
 
     def __init__(self, content):
         self._lines = [
@@ -674,9 +672,8 @@ def table(rng, suffix):
         for _ in range(rng.randrange(1, 6))
     ]
     if tabs:
-        rows = [
-            {**r, "text": re.sub(r"[\t\r\n]", " ", r["text"]) or " "} for r in rows
-        ]  # of one column, an empty line is none
+        # an empty line is not a row if there is only one column
+        rows = [{**r, "text": re.sub(r"[\t\r\n]", " ", r["text"]) or " "} for r in rows]
     head = rng.choice(
         [
             ["text", "label"],
@@ -708,7 +705,7 @@ def table(rng, suffix):
     cfg = data_settings(rng, path, task, len(rows))
     if whole:
         assert_texts(cfg, lambda: [{name: r.get(name, "") for name in head} for r in rows])
-        assert len(set(head)) == len(head), "a column's name stands for two"
+        assert len(set(head)) == len(head), "two columns have the same name"
     else:
         load_texts(cfg, find_label_names(cfg) if task == "classification" else None)
 
@@ -752,7 +749,7 @@ def parquet(rng, folder):
     rows = changed(rows, rng) if rng.random() < 0.2 else rows
     try:
         made = pyarrow.Table.from_pylist(rows)
-    except Exception:  # no table can hold these
+    except Exception:  # a table can't hold these
         rows = [
             {
                 "text": rng.choice([b"bytes", "text", None, 1.5, [1]]),
@@ -889,7 +886,7 @@ def slices(rng, folder):
     )
     if held_out := evaluation_config(cfg):
         rows = load_texts(held_out).rows
-        assert rows and not set(rows) & set(found.rows), "trained and evaluated on"
+        assert rows and not set(rows) & set(found.rows), "rows are both trained and evaluated on"
 
 
 @surface
@@ -1025,14 +1022,14 @@ def rdzv(rng, folder):
     assert 0 < port < 2**16 and node.rdzv.endswith(f":{port}") and host
     assert re.fullmatch(r"[A-Za-z0-9._:%-]+", host) and len(host) < 254, host
     if not re.search("[:%]", host):
-        host.encode("idna")  # as getaddrinfo does
+        host.encode("idna")  # getaddrinfo does it too
 
 
 # -- run directories ------------------------------------------------------------------------------------------------
 
 
 def make_checkpoint(run_dir, cfg, name="opt-tiny_0-5000-epoch-1"):
-    "One whose files nobody would load, but whose manifest is right. Returns its folder."
+    "Make a checkpoint with a valid manifest, whose files could not be loaded. Returns its folder."
     folder = run_dir.path / "checkpoints" / name
     folder.mkdir(parents=True)
     (folder / "rank0.safetensors").write_bytes(b"weights" * 9)
@@ -1057,7 +1054,7 @@ def make_checkpoint(run_dir, cfg, name="opt-tiny_0-5000-epoch-1"):
 
 @surface
 def manifest(rng, folder):
-    "A checkpoint's commit.json: damaged, or written by somebody who knows how to make the digest right."
+    "Try a checkpoint's commit.json that is damaged, or forged with a valid digest."
     cfg = RunConfig(run_root="runs", resume_file=rng.choice(["auto", "opt-tiny_0-5000-epoch-1"]))
     run_dir = RunDir.create(cfg)
     checkpoint = make_checkpoint(run_dir, cfg)
@@ -1100,7 +1097,7 @@ def manifest(rng, folder):
         verify_checkpoint(checkpoint)
         files = json.loads(path.read_bytes())["commit"]["files"]
         for name, about in files.items():
-            assert Path(name).name == name, f"{name!r} is no file of a checkpoint"
+            assert Path(name).name == name, f"{name!r} is not a file of a checkpoint"
             assert digest(checkpoint / name) == about
     elif do == 1:
         progress = read_progress(checkpoint)
@@ -1168,7 +1165,7 @@ METRIC = {
 
 @surface
 def run_directory(rng, folder):
-    "status.json, metrics.jsonl, config.json and others, as another process or a broken disk may have left them."
+    "Try status.json, metrics.jsonl, config.json and others as another process or a broken disk may leave them."
     cfg = RunConfig(run_root="runs", hf_repo=rng.choice([None, "me/mine"]))
     run_dir = RunDir.create(cfg)
     make_checkpoint(run_dir, cfg)
@@ -1286,7 +1283,7 @@ READERS = {
 
 @surface
 def shards(rng, folder):
-    "Answers on their way to a file, and the name of a reward."
+    "Try answers on their way to a file, and the name of a reward."
     Path("s").mkdir()
     lines_now = [
         json.dumps({"key": k, "time": t, "record": {"a": 1}}).encode()
@@ -1403,7 +1400,7 @@ YAMLS = [
 
 @surface
 def resources(rng, folder):
-    "resources.yaml, as far as the manifests of a run."
+    "Try a resources.yaml, and make the manifests of a run from it."
     what = rng.randrange(4)
     if what == 0:
         good = yaml.safe_dump(RESOURCES)
@@ -1446,7 +1443,7 @@ def resources(rng, folder):
 
 @surface
 def deepspeed(rng, folder):
-    "A DeepSpeed JSON, in a file or as text."
+    "Try a DeepSpeed JSON, in a file or as text."
     good = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 1,
@@ -1496,7 +1493,7 @@ def deepspeed(rng, folder):
 
 
 class _Silent:
-    "A peer at whose other end nobody is."
+    "A peer without anything at its other end."
 
     heard, there = 0.0, "10.0.0.9"
 
@@ -1512,7 +1509,7 @@ class _Silent:
 
 @surface
 def supervisor(rng, folder):
-    "What comes over the line from another machine, which may be no node at all."
+    "Try messages from another machine, which may not be a node at all."
     cfg = RunConfig(run_root="runs", nnodes=3, nproc=1, strategy="ddp")
     run_dir = RunDir.create(cfg)
     join = {
@@ -1576,7 +1573,7 @@ def supervisor(rng, folder):
 
 @contextlib.contextmanager
 def limited(seconds):
-    "Raises `Hang` where the body takes longer."
+    "Raise `Hang` if the body takes longer."
 
     def late(*_):
         raise Hang
@@ -1586,9 +1583,10 @@ def limited(seconds):
     try:
         yield
     finally:
+        # pytest's own limit
         signal.setitimer(
             signal.ITIMER_REAL, max(0.1, before - time.monotonic() + began) if before else 0
-        )  # pytest's own limit
+        )
         signal.signal(signal.SIGALRM, handler)
 
 
@@ -1600,10 +1598,10 @@ def assert_message(said):
 
 
 def trial(name, seed, seconds=LONGEST_S):
-    "One input: `accepted`, `refused`, or what was wrong."
+    "Try one input. Returns `accepted`, `refused`, or what was wrong."
     rng, back = random.Random(f"{name} {seed}"), Path.cwd()
     folder = Path(tempfile.mkdtemp(prefix="fuzz-")).resolve()
-    here = folder / "1" / "2" / "3"  # so that what climbs stays inside
+    here = folder / "1" / "2" / "3"  # so that ../.. stays inside
     here.mkdir(parents=True)
     os.chdir(here)
     try:
@@ -1620,7 +1618,7 @@ def trial(name, seed, seconds=LONGEST_S):
         except AssertionError as wrong:
             return f"{type(error).__name__}: {wrong}"
         return "refused"
-    except Exception as error:  # all else is a failure of the code, or of what was asserted
+    except Exception as error:  # any other error is a bug in the code, or a failed assertion
         return "".join(traceback.format_exception(error))
     finally:
         os.chdir(back)
@@ -1628,7 +1626,7 @@ def trial(name, seed, seconds=LONGEST_S):
 
 
 def fuzz(names, inputs, first_seed, seconds=LONGEST_S):
-    "`inputs` of each surface of `names`: how many were accepted and refused, and the failures by seed."
+    "Try `inputs` inputs of each surface. Returns how many were accepted and refused, and failures by seed."
     report = {}
     for name in names:
         counts, begun = {"inputs": inputs, "accepted": 0, "refused": 0}, time.monotonic()

@@ -33,7 +33,7 @@ _NUMBERS = itertools.count()
 
 
 def missing():
-    "Why there can be no network namespaces here, if there cannot."
+    "Return why network namespaces are impossible here; None if they are possible."
     if os.geteuid() != 0 or not shutil.which("ip"):
         return "needs root and iproute2 for network namespaces"
     probe = f"probe{os.getpid()}"
@@ -51,7 +51,7 @@ def ip(*words):
 
 
 class Hosts:
-    "`count` machines at a switch. They see this machine's files; a folder stands for a disk of their own."
+    "`count` machines on a switch. They see this machine's files; a folder stands for a machine's own disk."
 
     def __init__(self, count=2):
         self.tag = f"{os.getpid():x}{next(_NUMBERS)}"
@@ -98,7 +98,7 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def cut(self, host=1):
-        "Pull the cable of `host` out of the switch: nothing arrives any more, and nobody is told."
+        "Pull the cable of `host` out of the switch: messages are lost without an error."
         ip("-n", self.switch, "link", "set", f"port{host}", "nomaster")
 
     def mend(self, host=1):
@@ -132,11 +132,11 @@ class Hosts:
         return process
 
     def pod(self, host, name, template, environment, config, shared):
-        """Run `template` as pod number `host` of job `name`, like Kubernetes.
+        """Run `template` as pod number `host` of job `name`, as Kubernetes does.
 
         Its command is process 1, its root is read-only, and its hosts have names.
 
-            `config` and `shared` are folders of this machine. The user stays the same, because a
+        `config` and `shared` are folders of this machine. The user stays the same, because a
         developer's interpreter may be readable by root only."""
         hosts = Path("/etc/netns", self.names[host], "hosts")
         hosts.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ class Hosts:
             "mount -t tmpfs tmpfs /mnt; mkdir /mnt/upper /mnt/work /mnt/root; "
             "mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work "
             "/mnt/root; cd /mnt/root; mkdir -p config shared home/multigpu-ft; "
-            f"mount -t tmpfs tmpfs tmp; {binds} "  # in this order: the checkout may lie in /tmp
+            f"mount -t tmpfs tmpfs tmp; {binds} "  # the order matters: the checkout may be in /tmp
             f"mount --bind {config} config; mount -o remount,bind,ro config; "
             f"mount --bind {shared} shared; mount -t tmpfs tmpfs home/multigpu-ft; "
             "mount --bind /etc/hosts etc/hosts; mount --rbind /dev dev; "
@@ -202,7 +202,7 @@ class Hosts:
         return f"{self.addresses[0]}:{port}"
 
     def train(self, host, cfg, *more, rdzv=None, **env):
-        "`multigpu-ft train` as node `host`."
+        "Run `multigpu-ft train` as node `host`."
         command = [
             BIN / "multigpu-ft",
             "train",
@@ -217,7 +217,7 @@ class Hosts:
 
 
 def wait(processes, seconds=200):
-    "The exit codes of `processes`, and what they printed."
+    "Wait for `processes` to end. Returns their exit codes and output."
     until, ends = time.monotonic() + seconds, []
     for process in processes:
         text, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
@@ -226,7 +226,7 @@ def wait(processes, seconds=200):
 
 
 def workers(folder):
-    "Supervisors, agents and ranks of the runs under `folder`."
+    "Return the supervisors, agents and ranks of the runs under `folder`."
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -248,9 +248,9 @@ def losses(run_dir):
 
 
 class Cuts:
-    """The link is cut at a random point of a run, mended when all ranks are gone, and the run goes on; again and again.
+    """Cuts the link at a random point of a run, restores it when all ranks are gone, and lets the run resume.
 
-    In the end losses and weights are, bit for bit, those of a run that nobody disturbed."""
+    In the end losses and weights are, bit for bit, those of an undisturbed run."""
 
     def __init__(
         self, folder, material, server, seed=0, strategy="fsdp", shared=True, nproc=2, timeout_s=5
@@ -278,7 +278,7 @@ class Cuts:
         self.gone, self.steps, self.restarts = [], [], 0
 
     def expected(self):
-        "Losses and weights of a run of as many ranks on one machine."
+        "Return the losses and weights of a run of as many ranks on one machine."
         self.server.finish(
             self.cfg.replace(run_name="calm", nnodes=1, nproc=2 * self.cfg.nproc, max_restarts=0),
             seconds=300,
@@ -296,9 +296,9 @@ class Cuts:
         )
 
     def trial(self, hosts, run, nodes):
-        """One cut, while the supervisors meet, while ranks import, load, train or save.
+        """Cut once, while the supervisors connect, or while ranks import, load, train or save.
 
-        Both machines have to be rid of all ranks in time."""
+        All ranks on both machines have to end in time."""
         in_training = self.random.random() < 0.7
         while in_training and run.status()["state"] != "running" and nodes[0].poll() is None:
             time.sleep(0.05)
@@ -335,7 +335,7 @@ class Cuts:
                     (self.folder / f"node{n}.log").read_text()[-3000:] for n in range(2)
                 )
                 assert self._outcome(name) == expected, (
-                    "losses or weights are not those of a run that nobody disturbed"
+                    "losses or weights differ from those of an undisturbed run"
                 )
                 assert not workers(self.folder)
                 self.restarts += sum(

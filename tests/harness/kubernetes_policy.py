@@ -1,4 +1,4 @@
-"""What must hold of everything that is rendered for a cluster, as sentences about what does not."""
+"""The rules for everything rendered for a cluster. Each violation is one sentence."""
 
 import re
 
@@ -11,7 +11,7 @@ def find(manifests, kind):
 
 
 def job_of(manifests):
-    "The spec of the Job, or of the one that a TrainingRuntime carries."
+    "Return the spec of the Job, or of the one in a TrainingRuntime."
     for manifest in manifests:
         if manifest["kind"] == "Job":
             return manifest["spec"]
@@ -20,7 +20,7 @@ def job_of(manifests):
 
 
 def templates(manifests):
-    "Name and template of each pod."
+    "Return the name and template of each pod."
     return [
         ("node", job_of(manifests)["template"]),
         *((m["metadata"]["name"], m["spec"]["template"]) for m in find(manifests, "Deployment")),
@@ -28,7 +28,7 @@ def templates(manifests):
 
 
 def violations(manifests):
-    "One sentence for each thing that is less safe, or less sound, than it has to be."
+    "Return a sentence for each violation of safety or reliability."
     found = []
     for name, template in templates(manifests):
         found += [f"{name}: {said}" for said in _pod(template, manifests)]
@@ -127,7 +127,7 @@ def _pod(template, manifests):
 
 
 def action(job, exit_code, disrupted=False):
-    "What the Job does when a pod ends so: Kubernetes takes the first rule that matches, and counts where none does."
+    "Return what the Job does when a pod ends: Kubernetes takes the first rule that matches, or else counts it."
     for rule in job.get("podFailurePolicy", {}).get("rules", []):
         codes = rule.get("onExitCodes")
         if codes and exit_code and (exit_code in codes["values"]) == (codes["operator"] == "In"):

@@ -1,4 +1,4 @@
-"""Modules that only some platforms have."""
+"""Stand-ins for modules that only some platforms have."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Notebooks, run as papermill or a frontend runs them."""
+"""Run notebooks as papermill or a frontend does."""
 
 import json
 import os
@@ -31,11 +31,11 @@ class Kernel:
         )
 
     def run(self, code, timeout=120):
-        "Execute `code`; returns what it printed or showed, and raises `CellError` as the frontend shows an error."
+        "Execute `code`. Returns what it printed or showed; raises `CellError` for an error that a frontend would show."
         return self.start(code).result(timeout)
 
     def start(self, code):
-        "Execute `code` without waiting; `.result()` waits for what `run` returns or raises."
+        "Execute `code` without waiting. Its `.result()` waits, and returns or raises as `run` does."
         return _Cell(self.client, self.client.execute(code), self.stacks)
 
     @property
@@ -43,7 +43,7 @@ class Kernel:
         return self.manager.provisioner.pid
 
     def stacks(self):
-        "Where its threads are at the moment."
+        "Return the stacks of the kernel's threads."
         os.kill(self.pid, signal.SIGUSR1)
         time.sleep(1)
         return self._stacks.read()
@@ -76,7 +76,7 @@ class _Cell:
             kind, content = message["msg_type"], message["content"]
             if message["parent_header"].get("msg_id") != self.id:
                 continue
-            if kind == "stream" == before:  # what is printed later goes on where it was
+            if kind == "stream" == before:  # later output continues the same line
                 shown[-1] += content["text"]
             elif kind == "stream":
                 shown.append(content["text"])
@@ -104,7 +104,7 @@ def papermill(*arguments, cwd, env=None, timeout=300):
 
 
 def outputs(notebook):
-    "All text that the notebook shows."
+    "Return all text that the notebook shows."
     cells = json.loads(Path(notebook).read_text())["cells"]
     found = [o for c in cells for o in c.get("outputs", [])]
     return "\n".join(

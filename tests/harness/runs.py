@@ -1,4 +1,4 @@
-"""Runs seen from outside: where things are, their processes, and what they wrote."""
+"""Look at runs from outside: their folders, their processes and their files."""
 
 import json
 import os
@@ -18,7 +18,7 @@ DATA = REPO.parent / "shared" / "data"
 
 
 def slow(*values):
-    "Parameters of a test that `make test` leaves to `make test-slow`."
+    "Return parameters of a test that `make test` leaves to `make test-slow`."
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -34,7 +34,7 @@ def multigpu_ft(*arguments, cwd, **env):
 
 
 def processes(run_root):
-    "Agents and ranks of runs under `run_root`: their command lines name it."
+    "Return the agents and ranks of runs under `run_root`, which is in their command lines."
     found = []
     for process in psutil.process_iter():
         try:
@@ -51,7 +51,7 @@ def processes(run_root):
 
 
 def until(condition, seconds, what):
-    "Wait for `condition()` to be true and return it; fail after `seconds`."
+    "Wait until `condition()` is true, and return its value; fail after `seconds`."
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if value := condition():
@@ -61,12 +61,12 @@ def until(condition, seconds, what):
 
 
 def ranks(run_dir):
-    "Process ids of the ranks."
+    "Return the process ids of the ranks."
     return json.loads((run_dir / "status.json").read_text())["pids"]["ranks"]
 
 
 def running(run_root, steps=3):
-    "The directory of the one run under `run_root`, once it has logged `steps` steps."
+    "Return the directory of the only run under `run_root`, once it has logged `steps` steps."
 
     def ready():
         for metrics in run_root.glob("*/metrics.jsonl"):
@@ -77,15 +77,14 @@ def running(run_root, steps=3):
                 return metrics.parent
 
     try:
-        return until(
-            ready, 120, "a run that trains"
-        )  # Python starts four times, which takes a minute where others do that, too
+        # Python starts four times, which takes a minute on a busy machine
+        return until(ready, 120, "a run that trains")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{_evidence(run_root)}") from None
 
 
 def _evidence(run_root):
-    "Why a run may not have got on: where its ranks are, what they wrote, and who else has the processors."
+    "Return why a run may be stuck: stacks of its ranks, what they wrote, and what else keeps the machine busy."
     busy = list(psutil.process_iter())
     for process in busy:
         _percent(process)
@@ -104,13 +103,13 @@ def _evidence(run_root):
 
 
 def _percent(process):
-    "Per cent of a processor since the last call, and the command line."
+    "Return the processor usage since the last call in per cent, and the command line."
     try:
         return (
             process.cpu_percent(),
             f"{process.pid} {process.status()} {' '.join(process.cmdline())}",
         )
-    except psutil.Error:  # it ended, or is another user's
+    except psutil.Error:  # it has ended, or belongs to another user
         return 0.0, "?"
 
 

@@ -33,10 +33,8 @@ def spellings(secret):
     for shift in range(3):
         padded = b"\0" * shift + raw
         whole = base64.b64encode(padded + b"\0" * (-len(padded) % 3))
-        first, last = (
-            -(-shift * 8 // 6),
-            len(padded) * 8 // 6,
-        )  # the characters made only of the secret's bits
+        # the characters that consist only of the secret's bits
+        first, last = -(-shift * 8 // 6), len(padded) * 8 // 6
         found[f"base64, shifted by {shift}"] = whole[first:last]
         found[f"base64 for URLs, shifted by {shift}"] = whole[first:last].translate(
             bytes.maketrans(b"+/", b"-_")

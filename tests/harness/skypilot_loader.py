@@ -1,8 +1,8 @@
-"""What SkyPilot itself makes of a task, for test_skypilot.py: run by the Python of SkyPilot's
-own environment, in the task's folder.
+"""Load a task with SkyPilot itself, for test_skypilot.py.
 
-Prints as JSON what the loader read, and which machine the optimizer would take of a catalog
-with one cloud, where nothing is asked of a network."""
+The Python of SkyPilot's own environment runs this in the task's folder. It prints as JSON what the
+loader read, and which machine the optimizer would choose from a catalog with one cloud, without
+using a network."""
 
 import json
 import sys
@@ -31,9 +31,10 @@ from sky.utils import registry  # noqa: E402
 
 task = sky.Task.from_yaml("task.yaml")
 written = yaml.safe_load(Path("task.yaml").read_text())
+# as --secret NAME does
 given = sky.Task.from_yaml_config(
     dict(written), secrets_overrides=[(name, "its value") for name in written.get("secrets", {})]
-)  # as --secret NAME does
+)
 resources = next(iter(task.resources))
 strategy = resources.job_recovery["strategy"] if resources.job_recovery else None
 read = {
@@ -54,15 +55,16 @@ read = {
         path: [storage.source, storage.mode.value] for path, storage in task.storage_mounts.items()
     },
 }
-context = command.jobs_launch.make_context(
-    "launch", json.loads(sys.argv[1])
-)  # the flags, as its own parser reads them
+# the flags, as SkyPilot's own parser reads them
+context = command.jobs_launch.make_context("launch", json.loads(sys.argv[1]))
 read["launch"] = {
     "entrypoint": list(context.params["entrypoint"]),
     "detach_run": context.params["detach_run"],
     "yes": context.params["yes"],
 }
-task.set_volumes({})  # whether they exist is the API server's to know, and buckets the cloud's
+task.set_volumes(
+    {}
+)  # only the API server knows whether volumes exist, and only the cloud knows about buckets
 task.storage_mounts, task.file_mounts = {}, None
 with sky.Dag() as dag:
     dag.add(task)

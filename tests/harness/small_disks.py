@@ -1,4 +1,4 @@
-"""File systems of a few megabytes, which fill up."""
+"""Make file systems of a few megabytes, and fill them up."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(size):
-    "Mount a file system of `size` bytes. Skips the test where that is not possible."
+    "Mount a file system of `size` bytes. Skips the test if that is not possible."
     folder = Path(tempfile.mkdtemp(prefix="small-disk-"))
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder],

