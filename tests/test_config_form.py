@@ -35,7 +35,7 @@ TINY = {"end_idx": 64, "batch_size": 8, "packing": "padded", "nproc": 1, "max_st
 
 def note(f, name):
     "Return the note beside a field."
-    html = next(field.note.value for field in f._fields if field.name == name)
+    html = next(field.note.value for field in f._widgets.tabs.fields if field.name == name)
     return unescape(re.sub(r"<[^>]*>", " ", html))
 
 
