@@ -39,15 +39,156 @@ def merged_metrics(runs: list[Run]) -> list[dict[str, Any]]:
     return merged
 
 
+def _first_steps(runs: list[Run]) -> list[int]:
+    "Return the steps that `runs` began with, without those that never took one."
+    return [run.status["first_step"] for run in runs if "first_step" in run.status]
+
+# %% ../../nbs/launcher/12_slices.ipynb #a0b172e0
+_MOST = 10_000  # slices
+
+
+def _end_row(cfg: RunConfig) -> int:
+    """Return the row at which the series of `cfg` ends.
+
+    Raises `DataError` if there is no such series, or if its end is needed but unknown."""
+    num_rows = count_rows(cfg)
+    if num_rows is None and cfg.end_idx is None:
+        raise DataError(
+            f"dataset {cfg.dataset!r} is on the Hub, so how many rows it has is not known "
+            "here; name the end of the series with end_idx."
+        )
+    if num_rows is None and not 0 <= cfg.start_idx < cfg.end_idx:
+        raise DataError(
+            f"start_idx={cfg.start_idx}, end_idx={cfg.end_idx}: no series; "
+            "start_idx must be 0 or more, and below end_idx."
+        )
+    end = cfg.end_idx
+    if num_rows is not None:
+        end = cfg.replace(slice_size=num_rows).slice_end(num_rows)
+    if (count := -(-(end - cfg.start_idx) // cfg.slice_size)) > _MOST:
+        raise DataError(
+            f"rows {cfg.start_idx}-{end} are {count:,} slices of "
+            f"slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most."
+        )
+    return end
+
+
+def _series_folder(cfg: RunConfig) -> Path:
+    "Return the folder of the series of `cfg`."
+    data = short_name(Path(cfg.dataset).stem)
+    name = f"slices_{short_name(cfg.model)}_{data}_{cfg.slice_size}"
+    return Path(cfg.run_root).absolute() / name
+
+# %% ../../nbs/launcher/12_slices.ipynb #72dfc5d6
+class _SeriesRuns:
+    "The runs of the series with the settings `cfg`, in the folder `cfg.run_root`."
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self._cfg = cfg
+        self._own = self._fingerprints()
+
+    def _fingerprints(self) -> list[dict[str, Any]]:
+        """Return the fingerprints that its runs may have.
+
+        After a move, runs name another folder, but their checkpoints have the same data."""
+        own = fingerprint(self._cfg)
+        found = [own]
+        for run in runs(self._cfg.run_root):
+            theirs, checkpoints = fingerprint(run.config), run.dir.checkpoints()
+            if difference(theirs, own) and any(belongs(c, self._cfg) for c in checkpoints):
+                found.append(theirs)
+        return found
+
+    def _is_own(self, run: Run) -> bool:
+        theirs = fingerprint(run.config)
+        return any(not difference(theirs, own) for own in self._own)
+
+    def of_slice(self, start_idx: int | None = None) -> list[Run]:
+        "Return the runs of the slice that starts at row `start_idx` (None: all), oldest first."
+        found = [
+            run
+            for run in runs(self._cfg.run_root)
+            if start_idx is None or run.config.start_idx == start_idx
+        ]
+        mine = [run for run in found if self._is_own(run)]
+        return sorted(mine, key=lambda run: run.status.get("launched", 0))
+
+    def is_done(self, start_idx: int, end_idx: int) -> bool:
+        "Return whether the slice has been trained to the end of its epochs."
+        wanted = self._cfg.initial_epoch + self._cfg.num_epochs
+        return any(
+            run.state == "done" and run.config.initial_epoch + run.config.num_epochs >= wanted
+            for run in self.of_slice(start_idx)
+            if run.config.end_idx == end_idx
+        )
+
+    def parts(self, start: int, after: int) -> list[tuple[int, int]]:
+        """Return the bounds of a slice, in two parts if a shorter version of it has been trained.
+
+        That is so if the data has grown since its last slice was trained."""
+        ends = [run.config.end_idx for run in self.of_slice(start)]
+        reached = max((e for e in ends if e < after and self.is_done(start, e)), default=start)
+        middle = [reached] if reached > start else []
+        return list(pairwise([start, *middle, after]))
+
+# %% ../../nbs/launcher/12_slices.ipynb #536cf089
+_SHOWN = 10  # first and last steps of a slice, whose mean loss is in the table
+
+
 def _mean_loss(metrics: list[dict[str, Any]]) -> float | None:
     losses = [m["loss"] for m in metrics if m["loss"] is not None]
     return round(sum(losses) / len(losses), 4) if losses else None
 
+
+def _seconds(status: dict[str, Any]) -> float:
+    "Return how long a run with this status took, or has taken so far."
+    return status["heartbeat"] - status.get("launched", status["heartbeat"])
+
+
+def _table_row(
+    name: str, is_done: bool, runs: list[Run], merged: list[dict[str, Any]]
+) -> dict[str, Any]:
+    "Return the table's row of the slice `name`, trained by `runs`. `merged` has all slices' steps."
+    state = runs[-1].state if runs else "to do"
+    statuses = [run.status for run in runs]
+    first_steps = _first_steps(runs)
+    last = max((status.get("step", 0) for status in statuses), default=0)
+    metrics = [m for m in merged if first_steps and min(first_steps) <= m["step"] <= last]
+    checkpoints = [s["checkpoint"] for s in statuses if s.get("checkpoint")]
+    return {
+        "slice": name,
+        "state": "done" if is_done else state,
+        "runs": len(runs),
+        "steps": last - min(first_steps) + 1 if metrics else 0,
+        "first_loss": _mean_loss(metrics[:_SHOWN]),
+        "last_loss": _mean_loss(metrics[-_SHOWN:]),
+        "skipped_steps": sum(status.get("skipped_steps", 0) for status in statuses),
+        "minutes": round(sum(map(_seconds, statuses)) / 60, 1),
+        "checkpoint": checkpoints[-1] if checkpoints else None,
+    }
+
+# %% ../../nbs/launcher/12_slices.ipynb #f3cbd49e
+def _mark_slice(axes: Any, name: str, first_steps: list[int]) -> None:
+    "Mark where the runs of a slice began. `axes` are matplotlib's, `first_steps` in order."
+    for number, step in enumerate(first_steps):
+        axes.axvline(
+            step - 0.5,
+            color="tab:gray" if number == 0 else "tab:red",
+            linestyle="-" if number == 0 else ":",
+            linewidth=1,
+        )
+    if first_steps:
+        axes.annotate(
+            name,
+            (first_steps[0], 1),
+            va="top",
+            fontsize=8,
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -3),
+            textcoords="offset points",
+        )
+
 # %% ../../nbs/launcher/12_slices.ipynb #5f473821
-_MOST = 10_000  # slices
-_SHOWN = 10  # first and last steps of a slice, whose mean loss is in the table
-
-
 class Slices:
     "A series of slices in its folder: `table`, `plot`, `state`."
 
@@ -56,79 +197,23 @@ class Slices:
 
         Slices have `slice_size` rows. Raises `DataError` if the bounds are outside the data, or
         if the end is needed but unknown (for a Hub dataset)."""
-        num_rows = count_rows(cfg)
-        if num_rows is None and cfg.end_idx is None:
-            raise DataError(
-                f"dataset {cfg.dataset!r} is on the Hub, so how many rows it has is not known "
-                "here; name the end of the series with end_idx."
-            )
-        if num_rows is None and not 0 <= cfg.start_idx < cfg.end_idx:
-            raise DataError(
-                f"start_idx={cfg.start_idx}, end_idx={cfg.end_idx}: no series; "
-                "start_idx must be 0 or more, and below end_idx."
-            )
-        end = cfg.end_idx
-        if num_rows is not None:
-            end = cfg.replace(slice_size=num_rows).slice_end(num_rows)
-        if (count := -(-(end - cfg.start_idx) // cfg.slice_size)) > _MOST:
-            raise DataError(
-                f"rows {cfg.start_idx}-{end} are {count:,} slices of "
-                f"slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most."
-            )
-        name = f"{short_name(cfg.model)}_{short_name(Path(cfg.dataset).stem)}_{cfg.slice_size}"
-        self.folder = Path(cfg.run_root).absolute() / f"slices_{name}"
+        end = _end_row(cfg)
+        self.folder = _series_folder(cfg)
         if cfg.lr_scheduler != "constant" and not cfg.schedule_end_idx:
             cfg = cfg.replace(schedule_start_idx=cfg.start_idx, schedule_end_idx=end)
         self.config = cfg.replace(run_root=str(self.folder))
-        self._own = self._fingerprints()
+        self._runs = _SeriesRuns(self.config)
         self.bounds: list[tuple[int, int]] = []
         for start in range(cfg.start_idx, end, cfg.slice_size):
-            after = min(start + cfg.slice_size, end)
-            reached = self._reached(start, after)
-            middle = [reached] if reached > start else []
-            self.bounds += pairwise([start, *middle, after])
-
-    def _fingerprints(self) -> list[dict[str, Any]]:
-        """Return the fingerprints that its runs may have.
-
-        After a move, runs name another folder, but their checkpoints have the same data."""
-        own = fingerprint(self.config)
-        found = [own]
-        for run in runs(self.folder):
-            theirs, checkpoints = fingerprint(run.config), run.dir.checkpoints()
-            if difference(theirs, own) and any(belongs(c, self.config) for c in checkpoints):
-                found.append(theirs)
-        return found
-
-    def _reached(self, start: int, after: int) -> int:
-        """Return the row up to which a shorter version of a slice has been trained.
-
-        If the data has grown since its last slice was trained, only the new rows remain."""
-        ends = [run.config.end_idx for run in self.runs(start)]
-        return max((e for e in ends if e < after and self.is_done(start, e)), default=start)
+            self.bounds += self._runs.parts(start, min(start + cfg.slice_size, end))
 
     def runs(self, start_idx: int | None = None) -> list[Run]:
         "Return its runs, or those of the slice that starts at row `start_idx`, oldest first."
-        found = [
-            run
-            for run in runs(self.folder)
-            if start_idx is None or run.config.start_idx == start_idx
-        ]
-        mine = [
-            run
-            for run in found
-            if any(not difference(fingerprint(run.config), own) for own in self._own)
-        ]  # another folder may have data with the same name
-        return sorted(mine, key=lambda run: run.status.get("launched", 0))
+        return self._runs.of_slice(start_idx)
 
     def is_done(self, start_idx: int, end_idx: int) -> bool:
         "Return whether the slice has been trained to the end of its epochs."
-        wanted = self.config.initial_epoch + self.config.num_epochs
-        runs = [run for run in self.runs(start_idx) if run.config.end_idx == end_idx]
-        return any(
-            run.state == "done" and run.config.initial_epoch + run.config.num_epochs >= wanted
-            for run in runs
-        )
+        return self._runs.is_done(start_idx, end_idx)
 
     @property
     def state(self) -> str:
@@ -143,52 +228,16 @@ class Slices:
 
         Losses are means over its first and last 10 logged steps, in nats per token; `runs` counts
         the attempts."""
-        rows, merged = [], merged_metrics(self.runs())
-        for start, end in self.bounds:
-            runs = self.runs(start)
-            first_steps = [run.status["first_step"] for run in runs if "first_step" in run.status]
-            last = max((run.status.get("step", 0) for run in runs), default=0)
-            metrics = [m for m in merged if first_steps and min(first_steps) <= m["step"] <= last]
-            rows.append(
-                {
-                    "slice": f"{start}-{end}",
-                    "state": "done"
-                    if self.is_done(start, end)
-                    else runs[-1].state
-                    if runs
-                    else "to do",
-                    "runs": len(runs),
-                    "steps": last - min(first_steps) + 1 if metrics else 0,
-                    "first_loss": _mean_loss(metrics[:_SHOWN]),
-                    "last_loss": _mean_loss(metrics[-_SHOWN:]),
-                    "skipped_steps": sum(run.status.get("skipped_steps", 0) for run in runs),
-                    "minutes": round(
-                        sum(
-                            run.status["heartbeat"]
-                            - run.status.get("launched", run.status["heartbeat"])
-                            for run in runs
-                        )
-                        / 60,
-                        1,
-                    ),
-                    "checkpoint": next(
-                        (
-                            run.status["checkpoint"]
-                            for run in reversed(runs)
-                            if run.status.get("checkpoint")
-                        ),
-                        None,
-                    ),
-                }
-            )
-        return rows
+        merged = merged_metrics(self.runs())
+        return [
+            _table_row(f"{start}-{end}", self.is_done(start, end), self.runs(start), merged)
+            for start, end in self.bounds
+        ]
 
     def _cells(self) -> list[list[str]]:
         rows = self.table()
-        return [
-            list(rows[0]),
-            *([("" if v is None else str(v)) for v in row.values()] for row in rows),
-        ]
+        texts = [["" if v is None else str(v) for v in row.values()] for row in rows]
+        return [list(rows[0]), *texts]
 
     def __str__(self) -> str:
         head, *rows = self._cells()
@@ -197,42 +246,24 @@ class Slices:
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
-        head, *rows = ["| " + " | ".join(row) + " |" for row in self._cells()]
-        return "\n".join([head, "|---" * len(self.table()[0]) + "|", *rows])
+        cells = self._cells()
+        head, *rows = ["| " + " | ".join(row) + " |" for row in cells]
+        return "\n".join([head, "|---" * len(cells[0]) + "|", *rows])
 
     def plot(self) -> Any:
         """Return a matplotlib figure of the loss over all slices.
 
-        Lines mark the starts of slices, and points mark where a run resumed after an
+        Lines mark the starts of slices. Dotted lines mark where a run resumed after an
         interruption."""
         figures_as_png()
-        runs = self.runs()
-        figure = loss_figure(merged_metrics(runs), self.folder.name)
-        axes = figure.axes[0]
+        figure = loss_figure(merged_metrics(self.runs()), self.folder.name)
+        axes, was_cut_short = figure.axes[0], False
         for start, end in self.bounds:
-            first_steps = sorted(
-                {run.status["first_step"] for run in self.runs(start) if "first_step" in run.status}
-            )
-            for number, step in enumerate(first_steps):
-                axes.axvline(
-                    step - 0.5,
-                    color="tab:gray" if number == 0 else "tab:red",
-                    linestyle="-" if number == 0 else ":",
-                    linewidth=1,
-                )
-            if first_steps:
-                place = {
-                    "xycoords": ("data", "axes fraction"),
-                    "xytext": (3, -3),
-                    "textcoords": "offset points",
-                }
-                axes.annotate(
-                    f"rows {start}-{end}", (first_steps[0], 1), va="top", fontsize=8, **place
-                )
-        if any(
-            len({r.status.get("first_step") for r in self.runs(start)}) > 1
-            for start, _ in self.bounds
-        ):
+            runs = self.runs(start)
+            _mark_slice(axes, f"rows {start}-{end}", sorted(set(_first_steps(runs))))
+            if len({run.status.get("first_step") for run in runs}) > 1:
+                was_cut_short = True
+        if was_cut_short:
             axes.plot([], [], color="tab:red", linestyle=":", label="cut short, went on")
             axes.legend(frameon=False)
         return figure
@@ -264,25 +295,27 @@ def run_slices(cfg: RunConfig) -> Slices:
     for start, end in slices.bounds:
         if slices.is_done(start, end):
             continue
-        following = {"resume_file": "auto", "resume_scope": "all"}
-        if not any(
-            run.dir.checkpoints() for run in slices.runs()
-        ):  # the first uses resume_file; the others resume from the series
-            named = (
-                [] if cfg.resume_file in ("auto", "none") else find_checkpoints(cfg)
-            )  # not from a checkpoint on the Hub
-            following = {"resume_file": str(named[0]) if named else cfg.resume_file}
-        hours = (
-            {}
-            if cfg.max_hours is None
-            else {"max_hours": max(1e-3, cfg.max_hours - (time.monotonic() - begun) / 3600)}
+        hours = {}
+        if cfg.max_hours is not None:
+            left = cfg.max_hours - (time.monotonic() - begun) / 3600
+            hours = {"max_hours": max(1e-3, left)}
+        settings = slices.config.replace(
+            start_idx=start, end_idx=end, **hours, **_resumption(cfg, slices)
         )
-        settings = slices.config.replace(start_idx=start, end_idx=end, **hours, **following)
         interrupted = _run_one(slices, settings, slices.folder / f"slice-{start}-{end}.ipynb")
         save_png(slices.plot(), slices.folder / "loss.png")
         if interrupted or slices.runs(start)[-1].state == "stopped":
             break
     return slices
+
+
+def _resumption(cfg: RunConfig, slices: Slices) -> dict[str, Any]:
+    "Return the settings that say what the next slice resumes from."
+    if any(run.dir.checkpoints() for run in slices.runs()):
+        return {"resume_file": "auto", "resume_scope": "all"}
+    # a checkpoint on the Hub is not found here, and its name stays
+    named = [] if cfg.resume_file in ("auto", "none") else find_checkpoints(cfg)
+    return {"resume_file": str(named[0]) if named else cfg.resume_file}
 
 
 def _settle(slices: Slices) -> None:
