@@ -45,9 +45,8 @@ from multigpu_ft.run.run_dir import (
 )
 
 # %% ../../nbs/launcher/07_supervisor.ipynb #3b967508
-_END_GRACE_S = (
-    3.0  # for the other nodes to report their own failures, before their ranks are killed
-)
+# for the other nodes to report their own failures, before their ranks are killed
+_END_GRACE_S = 3.0
 
 
 class _Agent:
@@ -102,17 +101,8 @@ class _Agent:
         return {}
 
 # %% ../../nbs/launcher/07_supervisor.ipynb #0815fd91
-def silence(cfg: RunConfig) -> float:
-    "Return the seconds without a message after which a node is lost."
-    return min(cfg.timeout_s, 60.0)
-
-
-_OWN = (
-    "run_root",
-    "nproc",
-    "batch_size",
-    "accum_steps",
-)  # where it runs, what is compared by its result, what may have become smaller for want of memory
+# where a node runs, what is compared by its result, what may have become smaller for want of memory
+_OWN = ("run_root", "nproc", "batch_size", "accum_steps")
 
 
 def _comparable(cfg: RunConfig) -> dict[str, Any]:
@@ -126,6 +116,222 @@ def _versions() -> dict[str, str]:
     }
     return ours | {name: version(name) for name in ("torch", "transformers")}
 
+
+def _join_message(cfg: RunConfig, node_rank: int) -> dict[str, Any]:
+    "Return what a node says of itself when it joins."
+    return {
+        "node_rank": node_rank,
+        "host": socket.gethostname(),
+        "nproc": cfg.nproc,
+        "versions": _versions(),
+        "config": _comparable(cfg),
+    }
+
+
+def _differences(cfg: RunConfig, join: dict[str, Any]) -> list[str]:
+    "Return how a node that wants to `join` differs from node 0, which has the settings `cfg`."
+    there, versions = join["config"], join["versions"]
+    differ = [
+        f"{k}={there.get(k)!r} there, {v!r} on node 0"
+        for k, v in _comparable(cfg).items()
+        if there.get(k) != v
+    ]
+    differ += [
+        f"{k} {versions.get(k)} there, {v} on node 0"
+        for k, v in _versions().items()
+        if versions.get(k) != v
+    ]
+    if join["nproc"] != cfg.nproc:
+        differ.append(
+            f"{join['nproc']} processes there, {cfg.nproc} on node 0: nproc says how many"
+        )
+    return differ
+
+# %% ../../nbs/launcher/07_supervisor.ipynb #1ac7c79e
+def silence(cfg: RunConfig) -> float:
+    "Return the seconds without a message after which a node is lost."
+    return min(cfg.timeout_s, 60.0)
+
+
+class _Members:
+    "The other nodes of the run in `run_dir` that have joined, and what they say."
+
+    def __init__(self, run_dir: RunDir, cfg: RunConfig) -> None:
+        self._run_dir, self._cfg = run_dir, cfg
+        self.inbox: queue.Queue[tuple[Peer, dict[str, Any]]] = queue.Queue()
+        self.joined: dict[int, Peer] = {}
+        self.who: dict[int, str] = {}
+
+    def missing(self) -> list[int]:
+        return [node for node in range(1, self._cfg.nnodes) if node not in self.joined]
+
+    def messages(self) -> Iterator[tuple[int | None, dict[str, Any]]]:
+        "Return the messages of a short time and the nodes they are from; let new nodes join."
+        with suppress(queue.Empty):
+            peer, message = self.inbox.get(timeout=0.1)
+            node = next((n for n, p in self.joined.items() if p is peer), None)
+            if "join" in message and (replaced := self._meet(peer, message["join"])) is not None:
+                yield replaced, {"lost": "it started again"}
+            elif "lost" in message and node is not None:
+                del self.joined[node]
+            elif "stop" in message and node is not None:
+                self._run_dir.request_stop(message["stop"])
+            yield node, message
+
+    def _meet(self, peer: Peer, join: dict[str, Any]) -> int | None:
+        "Let a node join. Returns the node whose earlier supervisor it replaces, if there is one."
+        try:
+            problem, again = self._problem(join)
+        except (KeyError, TypeError, AttributeError):
+            problem, again = "it does not speak as a node of this run does.", False
+        if problem:
+            peer.say(refused=problem, again=again)
+            print(f"refused: {problem}", flush=True)
+            return None
+        node = join["node_rank"]
+        earlier = self.joined.get(node)
+        self.joined[node], self.who[node] = peer, f"{join['host']}, {peer.there}"
+        if earlier:
+            earlier.close()
+        return node if earlier else None
+
+    def _problem(self, join: dict[str, Any]) -> tuple[str | None, bool]:
+        "Return why a node can't join, and whether it may be able to a moment later."
+        node, nnodes, host = join["node_rank"], self._cfg.nnodes, join["host"]
+        known = self.joined.get(node)
+        if type(node) is not int or not 0 < node < nnodes:
+            return (
+                f"node_rank={node!r}, but nnodes={nnodes}: the nodes are 0 to "
+                f"{nnodes - 1}, and each number is taken once."
+            ), False
+        if known and time.monotonic() - known.heard < 3 * HEARTBEAT_S:
+            return (
+                f"node_rank={node} is taken by {self.who[node]}, which is there; "
+                "give each node a number of its own."
+            ), True
+        if differ := _differences(self._cfg, join):
+            text = f"node {node} ({host}) is not set up as node 0 is: {'; '.join(differ)}."
+            return str(NodesError(text)), False
+        return None, False
+
+# %% ../../nbs/launcher/07_supervisor.ipynb #f5b29fcb
+class _NodeEnds:
+    "How the ranks of each of `nnodes` nodes ended, in one attempt."
+
+    def __init__(self, nnodes: int) -> None:
+        self._nnodes = nnodes
+        self._ends: dict[int, dict[str, Any]] = {}
+        self._failed_since: float | None = None
+
+    def __contains__(self, node: int) -> bool:
+        return node in self._ends
+
+    def record(self, node: int, end: dict[str, Any]) -> None:
+        self._ends[node] = end
+        if self.failures and self._failed_since is None:
+            self._failed_since = time.monotonic()
+
+    def record_lost(self, node: int, text: str) -> None:
+        "Record that a node was lost, unless its ranks had ended before."
+        if node not in self:
+            failure = {"rank": None, "exitcode": None, "node_rank": node, "text": text}
+            self.record(node, {"failure": {**failure, "lost": True}})
+
+    @property
+    def are_complete(self) -> bool:
+        return len(self._ends) >= self._nnodes
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        return [end["failure"] for end in self._ends.values() if end.get("failure")]
+
+    @property
+    def interrupted(self) -> bool:
+        "Return whether a signal stopped a node, as from a cluster that needs the machine."
+        return any(end.get("interrupted") for end in self._ends.values())
+
+    @property
+    def are_hopeless(self) -> bool:
+        "Return whether a node has failed, and no further report of a failure is expected."
+        if not self.failures:
+            return False
+        # a lost node sends nothing more
+        is_lost = any("lost" in failure for failure in self.failures)
+        return is_lost or time.monotonic() - self._failed_since > _END_GRACE_S
+
+# %% ../../nbs/launcher/07_supervisor.ipynb #22195089
+class _Attempt:
+    "One attempt of the run in `run_dir`, on node 0 and the `members`."
+
+    def __init__(self, run_dir: RunDir, cfg: RunConfig, members: _Members) -> None:
+        self._run_dir, self._cfg, self._members = run_dir, cfg, members
+        self.ends = _NodeEnds(cfg.nnodes)
+
+    def run(self, listener: socket.socket) -> dict[str, Any] | None:
+        """Run the ranks of all nodes until they end. Returns their failure, or None.
+
+        They meet at the address of `listener`, at another port."""
+        here = listener.getsockname()[0]
+        with socket.create_server((here, 0), family=listener.family) as store:
+            endpoint = {"nnodes": self._cfg.nnodes, "host": here, "port": store.getsockname()[1]}
+            for node, peer in self._members.joined.items():
+                peer.say(begin={**endpoint, "node_rank": node, "config": self._cfg.model_dump()})
+            own = {**endpoint, "node_rank": 0, "address": here}
+            agent = _Agent(self._run_dir, own, store)
+        try:
+            return self._follow(agent)
+        finally:
+            agent.kill()
+
+    def _follow(self, agent: _Agent) -> dict[str, Any] | None:
+        "Wait until the ranks of all nodes have ended."
+        ends, is_ending, stopped = self.ends, False, False
+        while not ends.are_complete:
+            for node, message in self._members.messages():
+                self._hear(node, message)
+            if 0 not in ends and (end := agent.ended()):
+                ends.record(0, end)
+            stopped = stopped or self._stopped_early()
+            if (stopped or ends.are_hopeless) and not is_ending:
+                is_ending = True
+                self._end(agent)
+        if stopped:
+            self._run_dir.update_status(
+                state="stopped", activity=None, message="stopped before training began"
+            )
+            return None
+        return cause(ends.failures) if ends.failures else None
+
+    def _hear(self, node: int | None, message: dict[str, Any]) -> None:
+        if node is not None and "ended" in message:
+            self.ends.record(node, message["ended"])
+        elif node is not None and "lost" in message:
+            lost = f"node {node} ({self._members.who[node]}) was lost: {message['lost']}"
+            self.ends.record_lost(node, f"{lost}. Its machine or the network failed")
+
+    def _stopped_early(self) -> bool:
+        "Return whether a stop was requested that no step will notice."
+        return self._run_dir.stop_requested() and self._run_dir.status()["state"] == "starting"
+
+    def _end(self, agent: _Agent) -> None:
+        "End the ranks that still run."
+        for node, peer in self._members.joined.items():
+            if node not in self.ends:
+                peer.say(end=True)
+        if 0 not in self.ends:
+            self.ends.record(0, agent.kill())
+
+# %% ../../nbs/launcher/07_supervisor.ipynb #ed1668d4
+def _say_over(members: _Members, status: dict[str, Any]) -> None:
+    "Say how the run ended, until the nodes close their connections or a short time is over."
+    told, until = set(), time.monotonic() + _END_GRACE_S
+    over = {name: status.get(name) for name in ("state", "failure", "interrupted")}
+    while members.joined and time.monotonic() < until:
+        for peer in {*members.joined.values()} - told:
+            peer.say(over=over)
+            told.add(peer)
+        list(members.messages())
+
 # %% ../../nbs/launcher/07_supervisor.ipynb #9f8c9c9c
 class Leader:
     """Node 0's supervisor of the run in `run_dir`, which listens at `rdzv`.
@@ -134,10 +340,7 @@ class Leader:
 
     def __init__(self, run_dir: RunDir, rdzv: str) -> None:
         self._run_dir, self._cfg, self._rdzv = run_dir, run_dir.config(), rdzv
-        self._inbox: queue.Queue[tuple[Peer, dict[str, Any]]] = queue.Queue()
-        self._joined: dict[int, Peer] = {}
-        self._who: dict[int, str] = {}
-        self._agent: _Agent | None = None
+        self._members = _Members(run_dir, self._cfg)
         self._interrupted = False
         self._listener = listen(rdzv, time.monotonic() + self._cfg.join_timeout_s)
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
@@ -145,8 +348,9 @@ class Leader:
     def _accept(self) -> None:
         while self._listener.fileno() >= 0:
             try:
-                Peer(self._listener.accept()[0], self._inbox, silence(self._cfg))
-            except OSError:  # a connection that was closed at once
+                Peer(self._listener.accept()[0], self._members.inbox, silence(self._cfg))
+            except OSError:
+                # a connection that was closed at once
                 time.sleep(0.05)
 
     def stop(self) -> None:
@@ -161,205 +365,150 @@ class Leader:
         self._run_dir.update_status(
             interrupted=self._interrupted or self._run_dir.was_interrupted()
         )
-        status, told, until = self._run_dir.status(), set(), time.monotonic() + _END_GRACE_S
-        while (
-            self._joined and time.monotonic() < until
-        ):  # closing a connection too early drops the last message
-            for peer in {*self._joined.values()} - told:
-                peer.say(
-                    over={name: status.get(name) for name in ("state", "failure", "interrupted")}
-                )
-                told.add(peer)
-            list(self._messages())
+        status = self._run_dir.status()
+        _say_over(self._members, status)
         self._listener.close()
-        return 1 if failure else STOPPED_EXIT_CODE if status["state"] == "stopped" else 0
+        if failure:
+            return 1
+        return STOPPED_EXIT_CODE if status["state"] == "stopped" else 0
 
-    def _messages(self) -> Iterator[tuple[int | None, dict[str, Any]]]:
-        "Return the messages of a short time and the nodes they are from; let new nodes join."
-        with suppress(queue.Empty):
-            peer, message = self._inbox.get(timeout=0.1)
-            node = next((n for n, p in self._joined.items() if p is peer), None)
-            if "join" in message and (replaced := self._meet(peer, message["join"])) is not None:
-                yield replaced, {"lost": "it started again"}
-            elif "lost" in message and node is not None:
-                del self._joined[node]
-            elif "stop" in message and node is not None:
-                self._run_dir.request_stop(message["stop"])
-            yield node, message
-
-    def _meet(self, peer: Peer, join: dict[str, Any]) -> int | None:
-        "Let a node join. Returns the node whose earlier supervisor it replaces, if there is one."
-        try:
-            problem, again = self._problem(peer, join)
-        except (KeyError, TypeError, AttributeError):
-            problem, again = "it does not speak as a node of this run does.", False
-        if problem:
-            peer.say(refused=problem, again=again)
-            print(f"refused: {problem}", flush=True)
-            return None
-        node = join["node_rank"]
-        earlier, self._joined[node], self._who[node] = (
-            self._joined.get(node),
-            peer,
-            f"{join['host']}, {peer.there}",
-        )
-        if earlier:
-            earlier.close()
-        return node if earlier else None
-
-    def _problem(self, peer: Peer, join: dict[str, Any]) -> tuple[str | None, bool]:
-        "Return why a node can't join, and whether it may be able to a moment later."
-        node, cfg, _ = join["node_rank"], self._cfg, join["host"]
-        known = self._joined.get(node)
-        if type(node) is not int or not 0 < node < cfg.nnodes:
-            return (
-                f"node_rank={node!r}, but nnodes={cfg.nnodes}: the nodes are 0 to "
-                f"{cfg.nnodes - 1}, and each number is taken once.",
-                False,
-            )
-        if known and time.monotonic() - known.heard < 3 * HEARTBEAT_S:
-            return (
-                f"node_rank={node} is taken by {self._who[node]}, which is there; give each node a number of its own.",
-                True,
-            )
-        there, host = join["config"], join["host"]
-        differ = [
-            f"{k}={there.get(k)!r} there, {v!r} on node 0"
-            for k, v in _comparable(cfg).items()
-            if there.get(k) != v
-        ]
-        differ += [
-            f"{k} {join['versions'].get(k)} there, {v} on node 0"
-            for k, v in _versions().items()
-            if join["versions"].get(k) != v
-        ]
-        if join["nproc"] != cfg.nproc:
-            differ.append(
-                f"{join['nproc']} processes there, {cfg.nproc} on node 0: nproc says how many"
-            )
-        return (
-            str(
-                NodesError(f"node {node} ({host}) is not set up as node 0 is: {'; '.join(differ)}.")
-            )
-            if differ
-            else None
-        ), False
+    def _attempt(self, cfg: RunConfig) -> dict[str, Any] | None:
+        "Run the ranks once all nodes have joined. Returns their failure, or None."
+        failure = self._gather()
+        if failure or self._run_dir.status()["state"] == "stopped":
+            return failure
+        attempt = _Attempt(self._run_dir, cfg, self._members)
+        failure = attempt.run(self._listener)
+        self._interrupted = attempt.ends.interrupted
+        return failure
 
     def _gather(self) -> dict[str, Any] | None:
         "Wait for all nodes. Returns the failure if they don't join."
         until, said = time.monotonic() + self._cfg.join_timeout_s, None
-        while missing := [n for n in range(1, self._cfg.nnodes) if n not in self._joined]:
-            waits = f"waiting for node {', '.join(map(str, missing))} of {self._cfg.nnodes} to join at {self._rdzv}"
+        while missing := self._members.missing():
+            who = f"node {', '.join(map(str, missing))} of {self._cfg.nnodes}"
+            waits = f"waiting for {who} to join at {self._rdzv}"
             if waits != said:
                 self._run_dir.update_status(activity=waits)
                 said = waits
-            list(self._messages())
+            list(self._members.messages())
             if self._run_dir.stop_requested():
                 self._run_dir.update_status(
                     state="stopped", activity=None, message="stopped before all nodes were there"
                 )
                 return None
             if time.monotonic() > until:
-                text = (
-                    f"node {', '.join(map(str, missing))} of {self._cfg.nnodes} did not join "
-                    f"within join_timeout_s={self._cfg.join_timeout_s:g} s. "
-                    "Start the same command there with its own --node-rank, "
-                    f"and see that it reaches {self._rdzv} from there."
-                )
-                return {
-                    "rank": None,
-                    "exitcode": None,
-                    "type": "NodesError",
-                    "text": text,
-                    "clear": True,
-                }
+                return self._not_joined(who)
         self._run_dir.update_status(activity=None)
         return None
 
-    def _attempt(self, cfg: RunConfig) -> dict[str, Any] | None:
-        "Run the ranks of all nodes until they end. Returns their failure, or None."
-        failure = self._gather()
-        if failure or self._run_dir.status()["state"] == "stopped":
-            return failure
-        here = self._listener.getsockname()[0]
-        with socket.create_server((here, 0), family=self._listener.family) as store:
-            endpoint = {"nnodes": cfg.nnodes, "host": here, "port": store.getsockname()[1]}
-            for node, peer in self._joined.items():
-                peer.say(begin={**endpoint, "node_rank": node, "config": cfg.model_dump()})
-            self._agent = _Agent(
-                self._run_dir, {**endpoint, "node_rank": 0, "address": here}, store
-            )
-        try:
-            return self._follow()
-        finally:
-            self._agent.kill()
-            self._agent = None
+    def _not_joined(self, who: str) -> dict[str, Any]:
+        text = (
+            f"{who} did not join within join_timeout_s={self._cfg.join_timeout_s:g} s. "
+            "Start the same command there with its own --node-rank, "
+            f"and see that it reaches {self._rdzv} from there."
+        )
+        failure = {"rank": None, "exitcode": None, "type": "NodesError", "text": text}
+        return {**failure, "clear": True}
 
-    def _follow(self) -> dict[str, Any] | None:
-        "Wait until the ranks of all nodes have ended."
-        ends: dict[int, dict[str, Any]] = {}
-        failures: list[dict[str, Any]] = []
-        failed_since, ending, stopped = None, False, False
-        while len(ends) < self._cfg.nnodes:
-            for node, message in self._messages():
-                if node is not None and "ended" in message:
-                    ends[node] = message["ended"]
-                elif node is not None and "lost" in message and node not in ends:
-                    lost = f"node {node} ({self._who[node]}) was lost: {message['lost']}"
-                    text = f"{lost}. Its machine or the network failed"
-                    ends[node] = {
-                        "failure": {
-                            "rank": None,
-                            "exitcode": None,
-                            "node_rank": node,
-                            "text": text,
-                            "lost": True,
-                        }
-                    }
-            if 0 not in ends and (end := self._agent.ended()):
-                ends[0] = end
-            failures = [end["failure"] for end in ends.values() if end.get("failure")]
-            failed_since = failed_since or (time.monotonic() if failures else None)
-            stopped = stopped or (
-                self._run_dir.stop_requested() and self._run_dir.status()["state"] == "starting"
-            )  # no further step will notice it
-            # a lost node sends nothing more
-            hopeless = stopped or (
-                failures
-                and (
-                    any("lost" in f for f in failures)
-                    or time.monotonic() - failed_since > _END_GRACE_S
-                )
+# %% ../../nbs/launcher/07_supervisor.ipynb #33bc44ee
+def _call(
+    node_dir: RunDir,
+    cfg: RunConfig,
+    node_rank: int,
+    rdzv: str,
+    inbox: queue.Queue[tuple[Peer, dict[str, Any]]],
+) -> Peer | None:
+    """Connect to node 0, and ask to join. Returns None if a stop was requested first.
+
+    Raises `NodesError` if node 0 does not answer."""
+    until, address = time.monotonic() + cfg.join_timeout_s, split_address(rdzv)
+    while not node_dir.stop_requested():
+        try:
+            peer = Peer(socket.create_connection(address, timeout=10), inbox, silence(cfg))
+            peer.say(join=_join_message(cfg, node_rank))
+            node_dir.update_status(activity=f"waiting for the other nodes, at {rdzv}")
+            return peer
+        except TimeoutError:
+            reason = "no answer"
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+        node_dir.update_status(activity=f"calling node 0 at {rdzv}: {reason}")
+        if time.monotonic() > until:
+            raise NodesError(
+                f"node 0 did not answer at {rdzv} within "
+                f"join_timeout_s={cfg.join_timeout_s:g} s ({reason}). Is it started, "
+                "is that an address of it, and does no firewall stand between?"
             )
-            if hopeless and not ending:
-                ending = True
-                for node, peer in self._joined.items():
-                    if node not in ends:
-                        peer.say(end=True)
-                if 0 not in ends:
-                    ends[0] = self._agent.kill()
-        self._interrupted = any(end.get("interrupted") for end in ends.values())
-        if stopped:
-            self._run_dir.update_status(
-                state="stopped", activity=None, message="stopped before training began"
-            )
-            return None
-        failures = [end["failure"] for end in ends.values() if end.get("failure")]
-        return cause(failures) if failures else None
+        time.sleep(RETRY_S)
+    return None
+
+# %% ../../nbs/launcher/07_supervisor.ipynb #25a0d905
+class _Session:
+    "A connection to node 0, which begins and ends the attempts of this node."
+
+    def __init__(
+        self, peer: Peer, inbox: queue.Queue[tuple[Peer, dict[str, Any]]], node_dir: RunDir
+    ) -> None:
+        self._peer, self._inbox, self._node_dir = peer, inbox, node_dir
+        self._agent: _Agent | None = None
+        # whether node 0 knows how the ranks ended, and that a stop was requested
+        self._told, self._asked = True, False
+
+    def run(self) -> dict[str, Any]:
+        """Do as node 0 says until the connection or the run ends. Then this node's ranks end.
+
+        Returns the `state` and `failure` of the run, why node 0 was `lost`, or why it `refused`
+        this node and whether to try `again`."""
+        try:
+            while (over := self._step()) is None:
+                pass
+            return over
+        finally:
+            self._peer.close()
+            if self._agent:
+                self._agent.kill()
+
+    def _step(self) -> dict[str, Any] | None:
+        "Hear and say what there is. Returns the last message."
+        if self._node_dir.stop_requested() and not self._asked:
+            self._peer.say(stop=BY_SIGNAL if self._node_dir.was_interrupted() else "")
+            self._asked = True
+        with suppress(queue.Empty):
+            speaker, message = self._inbox.get(timeout=0.1)
+            if speaker is not self._peer:
+                # the last message of an earlier one
+                return None
+            if "refused" in message or "lost" in message:
+                return message
+            if "begin" in message:
+                self._begin(message["begin"])
+            if "end" in message and not self._told:
+                self._tell(self._agent.kill())
+            if "over" in message:
+                return message["over"]
+        if not self._told and (end := self._agent.ended()):
+            self._tell(end)
+        return None
+
+    def _begin(self, endpoint: dict[str, Any]) -> None:
+        self._node_dir.write_config(RunConfig(**endpoint.pop("config")))
+        clear_attempt(self._node_dir)
+        self._node_dir.update_status(state="starting", activity=None)
+        self._agent = _Agent(self._node_dir, {**endpoint, "address": self._peer.here})
+        self._told = False
+
+    def _tell(self, end: dict[str, Any]) -> None:
+        self._peer.say(ended=end)
+        self._told = True
 
 # %% ../../nbs/launcher/07_supervisor.ipynb #20d2f254
 class Follower:
     "The supervisor of a node other than node 0, whose files are in `node_dir`."
 
     def __init__(self, node_dir: RunDir, node_rank: int, rdzv: str) -> None:
-        self._node_dir, self._cfg, self._node_rank, self._rdzv = (
-            node_dir,
-            node_dir.config(),
-            node_rank,
-            rdzv,
-        )
-        self._inbox: queue.Queue[tuple[Peer, dict[str, Any]]] = queue.Queue()
-        self._agent: _Agent | None = None
+        self._node_dir, self._node_rank, self._rdzv = node_dir, node_rank, rdzv
+        self._cfg = node_dir.config()
 
     def stop(self) -> None:
         "Stop like `Leader.stop`."
@@ -369,120 +518,46 @@ class Follower:
         """Run attempt after attempt until node 0 ends the run.
 
         Returns the exit code: 0 done, 75 stopped, 1 failed. Raises `NodesError`."""
-        patient_until = time.monotonic() + self._cfg.join_timeout_s
-        while peer := self._call():
-            try:
-                over = self._follow(peer)
-            finally:
-                peer.close()
-                if self._agent:
-                    self._agent.kill()
-                    self._agent = None
-            if "refused" in over:
-                if time.monotonic() > patient_until:
-                    raise NodesError(
-                        f"node 0 at {self._rdzv} refused this one for "
-                        f"join_timeout_s={self._cfg.join_timeout_s:g} s: {over['refused']}"
-                    )
-                self._node_dir.update_status(activity=over["refused"])
-                time.sleep(RETRY_S)
-                continue
-            if "lost" not in over:
-                break
-            text = f"node 0 at {self._rdzv} was lost: {over['lost']}. Its machine or the network failed"
-            if not self._cfg.max_restarts:
-                over = {
-                    "state": "failed",
-                    "failure": {"rank": None, "exitcode": None, "node_rank": 0, "text": text},
-                }
-                break
-            print(f"{text}; waiting for it", flush=True)
-            self._node_dir.update_status(state="starting")
-            patient_until = time.monotonic() + self._cfg.join_timeout_s
-        else:
-            over = {
-                "state": "stopped",
-                "message": "stopped before node 0 was there",
-                "interrupted": self._node_dir.was_interrupted(),
-            }
+        over = self._await_over()
         self._node_dir.update_status(**{"activity": None, "failure": None, **over})
         return {"done": 0, "stopped": STOPPED_EXIT_CODE}.get(over["state"], 1)
 
-    def _call(self) -> Peer | None:
-        """Connect to node 0. Returns None if a stop was requested first.
+    def _await_over(self) -> dict[str, Any]:
+        "Connect to node 0, again and again, until the run is over. Returns how it ended."
+        inbox: queue.Queue[tuple[Peer, dict[str, Any]]] = queue.Queue()
+        patient_until = time.monotonic() + self._cfg.join_timeout_s
+        while peer := _call(self._node_dir, self._cfg, self._node_rank, self._rdzv, inbox):
+            over = _Session(peer, inbox, self._node_dir).run()
+            if "refused" in over:
+                self._check_refusal(over, patient_until)
+                time.sleep(RETRY_S)
+                continue
+            if "lost" not in over:
+                return over
+            text = f"node 0 at {self._rdzv} was lost: {over['lost']}. Its machine or the network failed"
+            if not self._cfg.max_restarts:
+                failure = {"rank": None, "exitcode": None, "node_rank": 0, "text": text}
+                return {"state": "failed", "failure": failure}
+            print(f"{text}; waiting for it", flush=True)
+            self._node_dir.update_status(state="starting")
+            patient_until = time.monotonic() + self._cfg.join_timeout_s
+        return {
+            "state": "stopped",
+            "message": "stopped before node 0 was there",
+            "interrupted": self._node_dir.was_interrupted(),
+        }
 
-        Raises `NodesError` if node 0 does not answer."""
-        until, address = time.monotonic() + self._cfg.join_timeout_s, split_address(self._rdzv)
-        while not self._node_dir.stop_requested():
-            try:
-                peer = Peer(
-                    socket.create_connection(address, timeout=10), self._inbox, silence(self._cfg)
-                )
-                join = {
-                    "node_rank": self._node_rank,
-                    "host": socket.gethostname(),
-                    "nproc": self._cfg.nproc,
-                    "versions": _versions(),
-                }
-                peer.say(join={**join, "config": _comparable(self._cfg)})
-                self._node_dir.update_status(
-                    activity=f"waiting for the other nodes, at {self._rdzv}"
-                )
-                return peer
-            except OSError as error:
-                reason = (
-                    "no answer"
-                    if isinstance(error, TimeoutError)
-                    else (error.strerror or str(error)).lower()
-                )
-            self._node_dir.update_status(activity=f"calling node 0 at {self._rdzv}: {reason}")
-            if time.monotonic() > until:
-                raise NodesError(
-                    f"node 0 did not answer at {self._rdzv} within "
-                    f"join_timeout_s={self._cfg.join_timeout_s:g} s ({reason}). Is it started, "
-                    "is that an address "
-                    "of it, and does no firewall stand between?"
-                )
-            time.sleep(RETRY_S)
-        return None
-
-    def _follow(self, peer: Peer) -> dict[str, Any]:
-        """Follow node 0's messages until they end.
-
-        Returns the `state` and `failure` of the run, why node 0 was `lost`, or why it `refused`
-        this node for now."""
-        told, asked = True, False
-        while True:
-            if self._node_dir.stop_requested() and not asked:
-                peer.say(stop=BY_SIGNAL if self._node_dir.was_interrupted() else "")
-                asked = True
-            with suppress(queue.Empty):
-                speaker, message = self._inbox.get(timeout=0.1)
-                if speaker is not peer:
-                    continue  # the last message of an earlier one
-                if message.get("again") or "lost" in message:
-                    return message
-                if "refused" in message:
-                    raise ConfigError(
-                        f"node 0 at {self._rdzv} refused this one: {message['refused']}"
-                    )
-                if "begin" in message:
-                    self._begin(peer, message["begin"])
-                    told = False
-                if "end" in message and not told:
-                    peer.say(ended=self._agent.kill())
-                    told = True
-                if "over" in message:
-                    return message["over"]
-            if not told and (end := self._agent.ended()):
-                peer.say(ended=end)
-                told = True
-
-    def _begin(self, peer: Peer, endpoint: dict[str, Any]) -> None:
-        self._node_dir.write_config(RunConfig(**endpoint.pop("config")))
-        clear_attempt(self._node_dir)
-        self._node_dir.update_status(state="starting", activity=None)
-        self._agent = _Agent(self._node_dir, {**endpoint, "address": peer.here})
+    def _check_refusal(self, refusal: dict[str, Any], patient_until: float) -> None:
+        "Raise the error for a `refusal` that is final, or was repeated for too long."
+        why = refusal["refused"]
+        if not refusal.get("again"):
+            raise ConfigError(f"node 0 at {self._rdzv} refused this one: {why}")
+        if time.monotonic() > patient_until:
+            raise NodesError(
+                f"node 0 at {self._rdzv} refused this one for "
+                f"join_timeout_s={self._cfg.join_timeout_s:g} s: {why}"
+            )
+        self._node_dir.update_status(activity=why)
 
 # %% ../../nbs/launcher/07_supervisor.ipynb #715c3728
 _ORPHAN_GRACE_S = 4.0

@@ -1548,31 +1548,23 @@ def supervisor(rng, folder):
             heard.append(inbox.get(timeout=3)[1])
         peer.close()
     assert not died and all(isinstance(m, dict) for m in heard)
-    host = supervisor_module.Leader.__new__(supervisor_module.Leader)
-    host._run_dir, host._cfg, host._rdzv, host._inbox, host._joined, host._who = (
-        run_dir,
-        cfg,
-        "h:1",
-        queue.Queue(),
-        {},
-        {},
-    )
+    members = supervisor_module._Members(run_dir, cfg)
     stranger = _Silent()
     for said in heard[:-1]:
-        host._inbox.put((stranger, said))
+        members.inbox.put((stranger, said))
     with (
         contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")),
         mock.patch.object(supervisor_module, "_versions", lambda: join["versions"]),
     ):
         for _ in heard[:-1]:
-            list(host._messages())
+            list(members.messages())
     if stranger.said:
-        assert not host._joined
+        assert not members.joined
         raise Refused(stranger.said[0]["refused"])
-    if host._joined:
+    if members.joined:
         joined = heard[0]["join"]
         assert (
-            list(host._joined) == [joined["node_rank"]]
+            list(members.joined) == [joined["node_rank"]]
             and {k: joined["config"].get(k) for k in join["config"]} == join["config"]
         )
     elif not heard[:-1]:
