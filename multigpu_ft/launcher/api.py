@@ -159,7 +159,7 @@ def _launch_run(
     run = Run(run_dir, agent := start_supervisor(run_dir, node) if node else start_agent(run_dir))
     try:
         run_dir.update_status(pids={**parent, "agent": agent.pid})
-        run._said.update([*remarks, *run_dir.status().get("remarks", [])])
+        run._viewer.said.update([*remarks, *run_dir.status().get("remarks", [])])
         if not wait and (panel or (panel is None and has_viewer())):
             run.show(panel)
     except BaseException:  # also an interrupt, or the agent would stay behind

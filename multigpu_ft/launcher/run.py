@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,40 +36,185 @@ from ..run.failures import ending, failure_of, tail
 from ..run.processes import is_alive, is_stopped, processes_of
 from ..run.run_dir import BY_SIGNAL, FINAL_STATES, LIVE_STATES, RunDir
 
-# %% ../../nbs/launcher/09_run.ipynb #8341b940
-_SILENT_S = 300.0  # after which a run on another machine, whose processes cannot be looked at, counts as gone
+# %% ../../nbs/launcher/09_run.ipynb #43813b6b
 # Ranks end within 10 s of an interrupt, unless a step is longer or a checkpoint is being written.
 _STOP_GRACE_S = 7.0
 _SAVE_GRACE_S = 300.0
 
 
-class Terminated(KeyboardInterrupt):
-    "SIGTERM, where it works like an interrupt."
+class _Grace:
+    "The time that the ranks of a run have from now on to finish a step and save."
 
-# %% ../../nbs/launcher/09_run.ipynb #95c92af5
-class Run:
-    "A handle on the run in a directory, training or finished."
+    def __init__(self, run_dir: RunDir, nnodes: int) -> None:
+        recent = run_dir.recent_metrics(2)
+        self._nnodes, self._asked = nnodes, time.monotonic()
+        # a generation has no optimizer steps
+        self._step_s = recent[-1].get("step_s", 0.0) if recent else 0.0
+        # when a rank was last saving
+        self._busy = 0.0
 
-    def __init__(self, path: str | Path | RunDir, _agent: subprocess.Popen | None = None) -> None:
+    def is_over(self, status: dict[str, Any]) -> bool:
+        "Return whether that time is over. `status` is the run's current one."
+        now = time.monotonic()
+        if status.get("activity"):
+            self._busy = now
+        if any(is_stopped(pid) for pid in status.get("pids", {}).get("ranks", [])):
+            # a step with a stopped rank never ends
+            self._step_s = 0.0
+        # on several nodes the others must hear of it before this one's ranks end
+        if status["state"] == "starting" and self._nnodes == 1:
+            return True
+        limit = max(_STOP_GRACE_S, 2 * self._step_s + 5)
+        # another activity may follow
+        if now - self._busy < 2:
+            # the current save and the last one, on a slow disk
+            limit = _SAVE_GRACE_S + 2 * status.get("checkpoint_bytes", 0) / 50e6
+        return now - self._asked > limit
+
+# %% ../../nbs/launcher/09_run.ipynb #8341b940
+# A run on another machine, whose processes can't be looked at, counts as gone after this.
+_SILENT_S = 300.0
+
+
+class _Processes:
+    "The agent and the ranks of a run. `agent` is the agent's process if this process started it."
+
+    def __init__(self, run_dir: RunDir, agent: subprocess.Popen | None) -> None:
+        self._run_dir, self._agent = run_dir, agent
+        # held while an end is written, so that followers don't take `kill` for a failure
+        self.lock = threading.RLock()
+
+    def are_elsewhere(self, status: dict[str, Any]) -> bool:
+        "Return whether they are on another machine, from the run's `status`."
+        here = socket.gethostname()
+        return not self._agent and status.get("host", here) != here
+
+    def alive(self) -> bool:
+        "Return whether the agent, and with it the run, is alive."
+        if self._agent:
+            return self._agent.poll() is None
+        if self.are_elsewhere(self._run_dir.status()):
+            return is_alive(self._run_dir, _SILENT_S)
+        return bool(processes_of(self._run_dir))
+
+    def kill(self) -> None:
+        "Kill them, and mark the run as stopped. Raises `ConfigError` if they are elsewhere."
+        run_dir, status = self._run_dir, self._run_dir.status()
+        if self.are_elsewhere(status):
+            raise ConfigError(
+                f"{run_dir.name} runs on {status['host']}, and only there it can be killed; "
+                "run.stop() reaches it from here."
+            )
+        with self.lock:
+            for process in processes_of(run_dir):
+                # ranks end with their agent, maybe already
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if self._agent:
+                self._agent.wait()
+            if run_dir.status()["state"] in LIVE_STATES:
+                run_dir.update_status(state="stopped", message="killed", activity=None)
+
+    def await_end(self, grace: _Grace, look: Callable[[], None]) -> None:
+        "Wait until they end, and kill them when `grace` is over. Calls `look` meanwhile."
+        while self.alive():
+            status = self._run_dir.status()
+            # ranks elsewhere will see the request to stop
+            if not self.are_elsewhere(status) and grace.is_over(status):
+                self.kill()
+            look()
+            time.sleep(0.1)
+
+    def record_crash(self) -> None:
+        "Mark the run as failed if its agent died before it could do so."
+        agent, run_dir = self._agent, self._run_dir
+        if agent and agent.returncode and run_dir.status()["state"] in LIVE_STATES:
+            how = f"(pid {agent.pid}) {ending(agent.returncode)}"
+            text = f"the torchrun agent {how}, and its ranks with it. The end of its log:\n"
+            failure = {"text": text + tail(run_dir.log_file("agent"))}
+            run_dir.update_status(state="failed", activity=None, failure=failure)
+
+# %% ../../nbs/launcher/09_run.ipynb #0119a2dc
+_OF_ONE_SLICE = (
+    "start_idx",
+    "end_idx",
+    "run_name",
+    "resume_file",
+    "resume_scope",
+    "slice_size",
+    "initial_epoch",
+    "max_steps",
+)
+
+
+def _last_row(cfg: RunConfig, status: dict[str, Any]) -> int:
+    "Return the row up to which a run with this `status` can train: held-out rows are not for it."
+    if cfg.held_out and status["slice"][0] < cfg.held_out[0]:
+        return cfg.held_out[0]
+    return status["num_rows"]
+
+
+def _next_slice(cfg: RunConfig, status: dict[str, Any], is_done: bool) -> str | None:
+    "Return the papermill command that continues a run with this `status`, or None at the end."
+    start, end = status.get("slice", (0, None))
+    if end is None:
+        return None
+    last = _last_row(cfg, status)
+    if end >= last and is_done:
+        return None
+    changed = {k: v for k, v in changed_settings(cfg).items() if k not in _OF_ONE_SLICE}
+    if end - start != RunConfig().slice_size and end < last:
+        changed["slice_size"] = end - start
+    first = end if is_done else start
+    words = []
+    for name, value in {"start_idx": first, **changed}.items():
+        words += ["-p", name, "none" if value is None else str(value)]
+    return shlex.join(["papermill", str(recipe()), f"slice-{first}.ipynb", *words])
+
+# %% ../../nbs/launcher/09_run.ipynb #6ba68da4
+def _gone(run_dir: RunDir, status: dict[str, Any]) -> str:
+    "Say that all processes of a run disappeared, and what is left of it."
+    left, checkpoints = "", run_dir.checkpoints()
+    if checkpoints:
+        newest = checkpoints[-1].name
+        left = f"; its newest checkpoint is {newest}, and the same settings again go on from it"
+    ago = age(time.time() - status.get("heartbeat", 0))
+    return (
+        f"all processes of {run_dir.name} disappeared {ago} ago "
+        f"(killed, or the machine stopped){left}. Its logs are in {run_dir.path / 'logs'}"
+    )
+
+
+def _find_log(run_dir: RunDir, rank: int | str) -> Path:
+    "Return the log of `rank`. Raises `ValueError` if there is none."
+    path = run_dir.log_file(rank)
+    if not path.exists():
+        # a rank of another node, on a shared disk
+        path = next(run_dir.main.path.glob(f"nodes/*/logs/{path.name}"), path)
+    if not path.exists():
+        raise ValueError(
+            f"{run_dir.name} has no log of rank {rank!r}; there are: "
+            f"{', '.join(sorted(p.stem for p in path.parent.iterdir()))}."
+        )
+    return path
+
+# %% ../../nbs/launcher/09_run.ipynb #886c111c
+def _progress(run: "_RunInfo", recent: int = 20) -> str:
+    "Return the progress of `run` in a line, with the speed of its `recent` last logged steps."
+    status = {**run.status, "state": run.state}
+    return progress_line(run.name, status, run.dir.recent_metrics(recent))
+
+
+class _RunInfo:
+    "What can be read of the run in a directory: state, failure, metrics, logs, loss."
+
+    def __init__(self, path: str | Path | RunDir, agent: subprocess.Popen | None) -> None:
         self.dir = path if isinstance(path, RunDir) else RunDir(path)
         self.config = self.dir.config()
-        self._agent = _agent
-        self._said: set[str] = set()  # remarks that have been shown
-        self._view: LiveLine | Panel | None = None  # its current display
-        self._ending, self._ended = threading.RLock(), False
-        self._follower: threading.Thread | None = None
-
-    @classmethod
-    def attach(cls, path: str | Path, panel: bool | None = None) -> "Run":
-        """Return the run in the directory `path` and show its panel in this cell.
-
-        It works from another notebook, and after a kernel restart. See `show`."""
-        run = cls(path)
-        run.show(panel)
-        return run
+        self._processes = _Processes(self.dir, agent)
 
     def __repr__(self) -> str:
-        return f"Run({progress_line(self.name, {**self.status, 'state': self.state}, self.dir.recent_metrics(2))!r})"
+        return f"Run({_progress(self, 2)!r})"
 
     @property
     def name(self) -> str:
@@ -85,8 +231,9 @@ class Run:
 
         A run whose processes have disappeared has failed."""
         state = self.status["state"]
-        if state in LIVE_STATES and not self._alive():
-            state = self.status["state"]  # it may have ended in between
+        if state in LIVE_STATES and not self._processes.alive():
+            # it may have ended in between
+            state = self.status["state"]
             return state if state in FINAL_STATES else "failed"
         return state
 
@@ -96,17 +243,7 @@ class Run:
         if self.state != "failed":
             return None
         status = self.status
-        checkpoints = self.dir.checkpoints()
-        left = (
-            f"; its newest checkpoint is {checkpoints[-1].name}, and the same settings again go on from it"
-            if checkpoints
-            else ""
-        )
-        gone = (
-            f"all processes of {self.name} disappeared {age(time.time() - status.get('heartbeat', 0))} ago "
-            f"(killed, or the machine stopped){left}. Its logs are in {self.dir.path / 'logs'}"
-        )
-        return failure_of(self.dir, status.get("failure") or {"text": gone})
+        return failure_of(self.dir, status.get("failure") or {"text": _gone(self.dir, status)})
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -116,139 +253,8 @@ class Run:
 
     def logs(self, rank: int | str = 0, lines: int | None = None) -> str:
         "Return what `rank` printed, or its last `lines` lines; `'agent'` is torchrun's agent."
-        path = self.dir.log_file(rank)
-        if not path.exists():  # a rank of another node, on a shared disk
-            path = next(self.dir.main.path.glob(f"nodes/*/logs/{path.name}"), path)
-        if not path.exists():
-            raise ValueError(
-                f"{self.name} has no log of rank {rank!r}; there are: "
-                f"{', '.join(sorted(p.stem for p in path.parent.iterdir()))}."
-            )
+        path = _find_log(self.dir, rank)
         return tail(path, lines) if lines else path.read_text(errors="replace")
-
-    def show(self, panel: bool | CellOutput | None = None) -> None:
-        """Show the run's panel in this cell while it trains, or its result if it has ended. Doesn't
-        wait.
-
-        `panel` is True, False (a line of text), None (a panel in a notebook), or a `CellOutput`."""
-        if isinstance(self._view, Panel):
-            self._view.end(self._line, None)
-        self._view = self._make_view(panel)
-        if self._alive():
-            self._follower = threading.Thread(
-                target=self._follow, args=(self._view,), name=f"follow-{self.name}", daemon=True
-            )
-            self._follower.start()
-        else:
-            self._ended = False  # show it again
-            self._end()
-
-    def wait(self, timeout: float | None = None, panel: bool | CellOutput | None = None) -> "Run":
-        """Show progress until the run has ended, then its loss picture. Returns the run.
-
-        `panel` is as in `show`. An interrupt (the notebook's stop button) stops the run like
-        `stop`; a second one kills it. Raises the failing rank's error if the run failed,
-        `TimeoutError` if it has not ended after `timeout` seconds, in which case it continues."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        followed, view = self._view, LiveLine()
-        self._ended = self._ended and followed is not None  # one that has ended is shown again
-        try:
-            view = self._view = self._view or self._make_view(panel)
-            with react_to_widgets() as react:
-                while self._alive():
-                    self._show_progress(view)
-                    if deadline and time.monotonic() > deadline:
-                        if not followed:  # nothing else follows the run
-                            self._view = None
-                            if isinstance(view, Panel):
-                                view.end(self._line, None)
-                        raise TimeoutError(
-                            f"{self.name} is still {self.state} after {timeout:g} s; it continues."
-                        )
-                    react()
-                    time.sleep(0.1)
-        except KeyboardInterrupt as interrupt:
-            try:
-                self.stop(BY_SIGNAL if isinstance(interrupt, Terminated) else "")
-            except KeyboardInterrupt:  # the second interrupt, without time for a picture
-                self._end(draw=False)
-                raise
-        failure = self._end()
-        if self._follower:
-            self._follower.join(5)  # otherwise a script's end may interrupt it
-        if failure:
-            raise failure from None
-        if message := self.status.get("message"):
-            view.say(f"{self.name}: {message}")
-        return self
-
-    def stop(self, why: str = "") -> "Run":
-        """Let the ranks finish their step and save, then end them. Returns the run.
-
-        Its state is `stopped`, or `done` if it finished first."""
-        shown = self._view
-        view = shown or LiveLine()
-        try:
-            self.see_stopped(
-                lambda: view.show(lambda: f"{self._line()} · stopping, interrupt again to kill"),
-                why,
-            )
-        except KeyboardInterrupt:
-            self.kill()
-            raise
-        if shown is None:
-            view.show(self._line, final=True)
-        return self
-
-    def see_stopped(self, look: Callable[[], None] = lambda: None, why: str = "") -> None:
-        """Ask the ranks to stop, and kill them if they take longer than a step or a save may.
-
-        Calls `look` while it waits."""
-        self.dir.request_stop(why)
-        asked = time.monotonic()
-        recent = self.dir.recent_metrics(2)
-        step_s = (
-            recent[-1].get("step_s", 0.0) if recent else 0.0
-        )  # a generation has no optimizer steps
-        busy = 0.0  # time when a rank was last saving
-        alone = self.config.nnodes == 1  # otherwise other nodes must be told
-        while self._alive():
-            status = self.status
-            waited = time.monotonic() - asked
-            if status.get("activity"):
-                busy = time.monotonic()
-            saving = time.monotonic() - busy < 2  # another activity may follow
-            if any(is_stopped(pid) for pid in status.get("pids", {}).get("ranks", [])):
-                step_s = 0.0  # a step with a stopped rank never ends
-            save_s = (
-                _SAVE_GRACE_S + 2 * status.get("checkpoint_bytes", 0) / 50e6
-            )  # the current save and the last one, on a slow disk
-            if self._is_elsewhere(status):
-                pass  # its processes are elsewhere; they will see the request
-            elif (status["state"] == "starting" and alone) or waited > (
-                save_s if saving else max(_STOP_GRACE_S, 2 * step_s + 5)
-            ):
-                self.kill()
-            look()
-            time.sleep(0.1)
-
-    def kill(self) -> None:
-        "End all processes of the run at once, without saving."
-        if self._is_elsewhere(self.status):
-            raise ConfigError(
-                f"{self.name} runs on {self.status['host']}, and only there it can be killed; "
-                "run.stop() reaches it from here."
-            )
-        with self._ending:  # so that followers don't take this for a failure
-            for process in processes_of(self.dir):
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    pass  # ranks end with their agent, maybe already
-            if self._agent:
-                self._agent.wait()
-            if self.status["state"] in LIVE_STATES:
-                self.dir.update_status(state="stopped", message="killed", activity=None)
 
     def plot(self) -> Any:
         "Return a matplotlib figure of the loss over steps, and of the evaluations."
@@ -259,104 +265,221 @@ class Run:
         """Return the papermill command that trains the next slice, or None at the end of the data.
 
         For a stopped run, it is the command for the rest of its slice."""
-        start, end = self.status.get("slice", (0, None))
-        held_out = self.config.held_out
-        last = (
-            held_out[0]
-            if held_out and start < held_out[0]
-            else self.status["num_rows"]
-            if end
-            else None
-        )
-        if end is None or (end >= last and self.state == "done"):
-            return None
-        own = (
-            "start_idx",
-            "end_idx",
-            "run_name",
-            "resume_file",
-            "resume_scope",
-            "slice_size",
-            "initial_epoch",
-            "max_steps",
-        )
-        changed = {k: v for k, v in changed_settings(self.config).items() if k not in own}
-        if end - start != RunConfig().slice_size and end < last:
-            changed["slice_size"] = end - start
-        first = end if self.state == "done" else start
-        words = [
-            word
-            for k, v in {"start_idx": first, **changed}.items()
-            for word in ("-p", k, "none" if v is None else str(v))
-        ]
-        return shlex.join(["papermill", str(recipe()), f"slice-{first}.ipynb", *words])
+        return _next_slice(self.config, self.status, self.state == "done")
 
-    def _line(self) -> str:
-        return progress_line(
-            self.name, {**self.status, "state": self.state}, self.dir.recent_metrics(20)
-        )
+# %% ../../nbs/launcher/09_run.ipynb #f13b4400
+def _save_picture(run: _RunInfo) -> Path | None:
+    "Save the loss picture in the run's report/."
+    metrics, path = run.metrics, run.dir.path / "report" / "loss.png"
+    if not metrics or "loss" not in metrics[0]:
+        return None
+    try:
+        save_png(loss_figure(metrics, run.name), path)
+    except OSError:
+        # the disk is full or read-only
+        return path if path.exists() else None
+    copy_to_kept(run.dir, path.parent)
+    return path
 
-    def _is_elsewhere(self, status: dict[str, Any]) -> bool:
-        return not self._agent and status.get("host", socket.gethostname()) != socket.gethostname()
+# %% ../../nbs/launcher/09_run.ipynb #666a892b
+class _Display:
+    """A line or a panel that shows `run` in one cell.
 
-    def _alive(self) -> bool:
-        "Return whether the agent, and with it the run, is alive."
-        if self._agent:
-            return self._agent.poll() is None
-        return (
-            is_alive(self.dir, _SILENT_S)
-            if self._is_elsewhere(self.status)
-            else bool(processes_of(self.dir))
-        )
+    `panel` is as in `Run.show`. Remarks are added to `said`, and none is shown twice."""
 
-    def _make_view(self, panel: bool | CellOutput | None) -> LiveLine | Panel:
+    def __init__(self, run: "Run", said: set[str], panel: bool | CellOutput | None) -> None:
+        self._run, self._said = run, said
+        self._shown: LiveLine | Panel
         if panel is False or (panel is None and not has_viewer()):
-            return LiveLine()
-        return Panel(self, panel if isinstance(panel, CellOutput) else None)
+            self._shown = LiveLine()
+        else:
+            self._shown = Panel(run, panel if isinstance(panel, CellOutput) else None)
 
-    def _show_progress(self, view: LiveLine | Panel) -> None:
-        view.show(self._line)
-        for remark in self.status.get("remarks", []):
+    def line(self) -> str:
+        return _progress(self._run)
+
+    def update(self) -> None:
+        self._shown.show(self.line)
+        for remark in self._run.status.get("remarks", []):
             if remark not in self._said:
                 self._said.add(remark)
-                view.say(f"{self.name}: {remark}")
+                self.say(remark)
 
-    def _follow(self, view: LiveLine | Panel) -> None:
-        while self._alive() and self._view is view:
-            self._show_progress(view)
+    def update_stopping(self) -> None:
+        self._shown.show(lambda: f"{self.line()} · stopping, interrupt again to kill")
+
+    def say(self, text: str) -> None:
+        self._shown.say(f"{self._run.name}: {text}")
+
+    def leave(self) -> None:
+        "Stop following the run. A panel becomes a table; a line remains as it is."
+        if isinstance(self._shown, Panel):
+            self._shown.end(self.line, None)
+
+    def end(self, picture: Path | None = None) -> None:
+        "Show the last line, or a table, and the picture."
+        self._shown.end(self.line, picture)
+
+# %% ../../nbs/launcher/09_run.ipynb #945d3bcc
+class _Viewer:
+    "Shows `run` until its end, in the cell that asked last."
+
+    def __init__(self, run: "Run", processes: _Processes) -> None:
+        self._run, self._processes = run, processes
+        self.said: set[str] = set()  # remarks that have been shown
+        self.display: _Display | None = None
+        self._ended = False
+        self._follower: threading.Thread | None = None
+
+    def new_display(self, panel: bool | CellOutput | None) -> _Display:
+        return _Display(self._run, self.said, panel)
+
+    def show(self, panel: bool | CellOutput | None) -> None:
+        "Show the run in a new display, which a thread keeps up to date."
+        if self.display:
+            self.display.leave()
+        display = self.display = self.new_display(panel)
+        if self._processes.alive():
+            name = f"follow-{self._run.name}"
+            self._follower = threading.Thread(
+                target=self._follow, args=(display,), name=name, daemon=True
+            )
+            self._follower.start()
+        else:
+            # show it again
+            self._ended = False
+            self.end()
+
+    def _follow(self, display: _Display) -> None:
+        while self._processes.alive() and self.display is display:
+            display.update()
             time.sleep(0.2)
-        if self._view is view:
-            self._end()
+        if self.display is display:
+            self.end()
 
-    def _end(self, draw: bool = True) -> Exception | None:
-        "Finish the view of a run that has ended, once. Returns why it failed."
-        with self._ending:
+    def open(self, panel: bool | CellOutput | None) -> _Display:
+        "Return the current display, or a new one."
+        display = self.display
+        if display is None:
+            # a run that has ended is shown again
+            self._ended = False
+            display = self.display = self.new_display(panel)
+        return display
+
+    def watch(self, display: _Display, deadline: float | None, is_shared: bool) -> bool:
+        """Show progress until the run has ended. Returns whether it has, by the `deadline`.
+
+        If not, the display is left, unless it `is_shared` with a cell that follows the run."""
+        with react_to_widgets() as react:
+            while self._processes.alive():
+                display.update()
+                if deadline and time.monotonic() > deadline:
+                    if not is_shared:
+                        self.display = None
+                        display.leave()
+                    return False
+                react()
+                time.sleep(0.1)
+        return True
+
+    def end(self, draw: bool = True) -> Exception | None:
+        "Close the display of a run that has ended, once. Returns why it failed."
+        with self._processes.lock:
             if self._ended:
-                return self.failure
-            if self._agent and self._agent.returncode and self.status["state"] in LIVE_STATES:
-                how = f"(pid {self._agent.pid}) {ending(self._agent.returncode)}"
-                text = f"the torchrun agent {how}, and its ranks with it. The end of its log:\n"
-                self.dir.update_status(
-                    state="failed",
-                    activity=None,
-                    failure={"text": text + tail(self.dir.log_file("agent"))},
-                )
-            picture = self._save_picture() if draw else None
-            if self._view:
-                self._show_progress(self._view)
-                self._view.end(self._line, picture)
-                self._view = None
+                return self._run.failure
+            self._processes.record_crash()
+            picture = _save_picture(self._run) if draw else None
+            if self.display:
+                self.display.update()
+                self.display.end(picture)
+                self.display = None
             self._ended = True
-            return self.failure
+            return self._run.failure
 
-    def _save_picture(self) -> Path | None:
-        "Save the loss picture in report/."
-        metrics, path = self.metrics, self.dir.path / "report" / "loss.png"
-        if not metrics or "loss" not in metrics[0]:
-            return None
+    def join(self) -> None:
+        "Wait for the thread, which the end of a script may interrupt otherwise."
+        if self._follower:
+            self._follower.join(5)
+
+# %% ../../nbs/launcher/09_run.ipynb #58ca4296
+class Terminated(KeyboardInterrupt):
+    "SIGTERM, where it works like an interrupt."
+
+# %% ../../nbs/launcher/09_run.ipynb #95c92af5
+class Run(_RunInfo):
+    "A handle on the run in a directory, training or finished."
+
+    def __init__(self, path: str | Path | RunDir, _agent: subprocess.Popen | None = None) -> None:
+        super().__init__(path, _agent)
+        self._viewer = _Viewer(self, self._processes)
+
+    @classmethod
+    def attach(cls, path: str | Path, panel: bool | None = None) -> "Run":
+        """Return the run in the directory `path` and show its panel in this cell.
+
+        It works from another notebook, and after a kernel restart. See `show`."""
+        run = cls(path)
+        run.show(panel)
+        return run
+
+    def show(self, panel: bool | CellOutput | None = None) -> None:
+        """Show the run's panel in this cell while it trains, or its result if it has ended. Doesn't
+        wait.
+
+        `panel` is True, False (a line of text), None (a panel in a notebook), or a `CellOutput`."""
+        self._viewer.show(panel)
+
+    def wait(self, timeout: float | None = None, panel: bool | CellOutput | None = None) -> "Run":
+        """Show progress until the run has ended, then its loss picture. Returns the run.
+
+        `panel` is as in `show`. An interrupt (the notebook's stop button) stops the run like
+        `stop`; a second one kills it. Raises the failing rank's error if the run failed,
+        `TimeoutError` if it has not ended after `timeout` seconds, in which case it continues."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        viewer = self._viewer
+        is_shared, display = viewer.display is not None, viewer.new_display(False)
         try:
-            save_png(loss_figure(metrics, self.name), path)
-        except OSError:  # the disk is full or read-only
-            return path if path.exists() else None
-        copy_to_kept(self.dir, path.parent)
-        return path
+            display = viewer.open(panel)
+            if not viewer.watch(display, deadline, is_shared):
+                late = f"{self.name} is still {self.state} after {timeout:g} s; it continues."
+                raise TimeoutError(late)
+        except KeyboardInterrupt as interrupt:
+            try:
+                self.stop(BY_SIGNAL if isinstance(interrupt, Terminated) else "")
+            except KeyboardInterrupt:
+                # the second interrupt, without time for a picture
+                viewer.end(draw=False)
+                raise
+        failure = viewer.end()
+        viewer.join()
+        if failure:
+            raise failure from None
+        if message := self.status.get("message"):
+            display.say(message)
+        return self
+
+    def stop(self, why: str = "") -> "Run":
+        """Let the ranks finish their step and save, then end them. Returns the run.
+
+        Its state is `stopped`, or `done` if it finished first."""
+        shown = self._viewer.display
+        display = shown or self._viewer.new_display(False)
+        try:
+            self.see_stopped(display.update_stopping, why)
+        except KeyboardInterrupt:
+            self.kill()
+            raise
+        if shown is None:
+            display.end()
+        return self
+
+    def see_stopped(self, look: Callable[[], None] = lambda: None, why: str = "") -> None:
+        """Ask the ranks to stop, and kill them if they take longer than a step or a save may.
+
+        Calls `look` while it waits."""
+        self.dir.request_stop(why)
+        self._processes.await_end(_Grace(self.dir, self.config.nnodes), look)
+
+    def kill(self) -> None:
+        "End all processes of the run at once, without saving."
+        self._processes.kill()
