@@ -221,6 +221,30 @@ def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]
         )
     return failure
 
+# %% ../../nbs/launcher/05_agent.ipynb #c1eec0dc
+def _hang(
+    run_dir: RunDir, beats: dict[int, tuple[int, int, str]], stopped: list[int], timeout_s: float
+) -> dict[str, Any]:
+    "Return the failure of ranks with these last heartbeats, of which some were `stopped`."
+    fewest = min(count for count, _, _ in beats.values())
+    hung = stopped or [rank for rank, (count, _, _) in beats.items() if count == fewest]
+    who = f"ranks {', '.join(map(str, hung))} wait for each other"
+    if len(hung) == 1:
+        who = f"rank {hung[0]} hangs"
+    why = ": it was stopped by a signal" if stopped else ""
+    where = "; ".join(
+        f"rank {rank} in step {step}, {phase}" for rank, (_, step, phase) in beats.items()
+    )
+    logs = ", ".join(str(run_dir.log_file(rank)) for rank in hung)
+    return {
+        "rank": hung[0],
+        "exitcode": None,
+        "hang": -1 if stopped else fewest,
+        "text": f"{who} in step {beats[hung[0]][1]}{why}. No rank has come any further for "
+        f"timeout_s={timeout_s:g} s ({where}). "
+        f"Where they were is in their logs: {logs}",
+    }
+
 # %% ../../nbs/launcher/05_agent.ipynb #eabe6aa9
 _LOOK_EVERY_S, _STRAGGLER_GRACE_S = 0.5, 3.0
 
@@ -232,11 +256,8 @@ class Watchdog(threading.Thread):
 
     def __init__(self, run_dir: RunDir, nproc: int, timeout_s: float, first: int = 0) -> None:
         super().__init__(name="watchdog", daemon=True)
-        self._run_dir, self._ranks, self._timeout_s = (
-            run_dir,
-            range(first, first + nproc),
-            timeout_s,
-        )
+        self._run_dir, self._timeout_s = run_dir, timeout_s
+        self._ranks = range(first, first + nproc)
         self._over = threading.Event()
         self.failure: dict[str, Any] | None = None
 
@@ -246,75 +267,56 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         seen, since, failed_since = None, time.monotonic(), None
         while not self._over.wait(_LOOK_EVERY_S):
-            now, beats = (
-                time.monotonic(),
-                [read_heartbeat(self._run_dir.beat_file(rank)) for rank in self._ranks],
-            )
-            if (
-                beats != seen
-                or None in beats
-                or (all(phase in (IDLE, LEFT) for _, _, phase in beats) and not self._stopped())
-            ):
+            now = time.monotonic()
+            beats = [read_heartbeat(self._run_dir.beat_file(rank)) for rank in self._ranks]
+            if beats != seen or None in beats or self._may_be_idle(beats):
                 seen, since = beats, now
             elif now - since >= self._timeout_s:
-                self.failure = self._hang(beats)
+                known, stopped = dict(zip(self._ranks, beats, strict=True)), self._stopped()
+                failure = _hang(self._run_dir, known, stopped, self._timeout_s)
+                self._end_all(stopped)
+                self.failure = failure
                 return
             if any(self._run_dir.path.glob("errors/*.json")):
                 failed_since = failed_since or now
-                for rank, pid in zip(self._ranks, self._pids(), strict=False):
-                    if now - failed_since >= _STRAGGLER_GRACE_S and is_stopped(pid):
-                        text = f"rank {rank} was stopped by a signal and did not answer its peers"
-                        self.failure = self.failure or {
-                            "rank": rank,
-                            "exitcode": None,
-                            "text": text,
-                        }
-                        os.kill(pid, signal.SIGKILL)
-                    elif now - failed_since >= 2 * _STRAGGLER_GRACE_S and is_running(
-                        pid
-                    ):  # stuck for another reason
-                        os.kill(pid, signal.SIGKILL)
+                self._end_stragglers(now - failed_since)
 
     def _pids(self) -> list[int]:
         return self._run_dir.status().get("pids", {}).get("ranks", [])
 
-    def _stopped(self) -> list[int]:
-        return [
-            rank for rank, pid in zip(self._ranks, self._pids(), strict=False) if is_stopped(pid)
-        ]
+    def _pairs(self) -> list[tuple[int, int]]:
+        "Return the ranks with their process ids."
+        return list(zip(self._ranks, self._pids(), strict=False))
 
-    def _hang(self, beats: list[tuple[int, int, str]]) -> dict[str, Any]:
-        stopped, fewest, known = (
-            self._stopped(),
-            min(count for count, _, _ in beats),
-            dict(zip(self._ranks, beats, strict=True)),
-        )
-        hung = stopped or [rank for rank, (count, _, _) in known.items() if count == fewest]
-        where = "; ".join(
-            f"rank {rank} in step {step}, {phase}" for rank, (_, step, phase) in known.items()
-        )
-        who = (
-            f"rank {hung[0]} hangs"
-            if len(hung) == 1
-            else f"ranks {', '.join(map(str, hung))} wait for each other"
-        )
-        why = ": it was stopped by a signal" if stopped else ""
-        for rank, pid in zip(self._ranks, self._pids(), strict=False):
+    def _stopped(self) -> list[int]:
+        return [rank for rank, pid in self._pairs() if is_stopped(pid)]
+
+    def _may_be_idle(self, beats: list[tuple[int, int, str]]) -> bool:
+        "Return whether all ranks are in a phase without a time limit, and none was stopped."
+        return all(phase in (IDLE, LEFT) for _, _, phase in beats) and not self._stopped()
+
+    def _end_all(self, stopped: list[int]) -> None:
+        "Have the ranks that can write their stacks, then kill all."
+        for rank, pid in self._pairs():
             if rank not in stopped and is_running(pid):
-                os.kill(pid, signal.SIGUSR1)  # faulthandler writes each thread's stack
+                # faulthandler writes each thread's stack
+                os.kill(pid, signal.SIGUSR1)
         time.sleep(0.5)
         for pid in self._pids():
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
-        logs = ", ".join(str(self._run_dir.log_file(rank)) for rank in hung)
-        return {
-            "rank": hung[0],
-            "exitcode": None,
-            "hang": -1 if stopped else fewest,
-            "text": f"{who} in step {known[hung[0]][1]}{why}. No rank has come any further for "
-            f"timeout_s={self._timeout_s:g} s ({where}). "
-            f"Where they were is in their logs: {logs}",
-        }
+
+    def _end_stragglers(self, waited: float) -> None:
+        "Kill ranks that did not end in the `waited` seconds since a peer failed."
+        for rank, pid in self._pairs():
+            if waited >= _STRAGGLER_GRACE_S and is_stopped(pid):
+                text = f"rank {rank} was stopped by a signal and did not answer its peers"
+                failure = {"rank": rank, "exitcode": None, "text": text}
+                self.failure = self.failure or failure
+                os.kill(pid, signal.SIGKILL)
+            # stuck for another reason
+            elif waited >= 2 * _STRAGGLER_GRACE_S and is_running(pid):
+                os.kill(pid, signal.SIGKILL)
 
 # %% ../../nbs/launcher/05_agent.ipynb #4a00d637
 def process_count(cfg: RunConfig) -> int:
@@ -410,10 +412,8 @@ def _launch(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     node_dir = run_dir.of_node(endpoint.node_rank if endpoint else 0)
     endpoint = endpoint or NodeEndpoint()
-    for name in (
-        "GLOO_SOCKET_IFNAME",
-        "NCCL_SOCKET_IFNAME",
-    ):  # collectives also stay on this machine, or on the network of the other nodes
+    # collectives also stay on this machine, or on the network of the other nodes
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if endpoint.nnodes == 1 or (endpoint.interface and name not in os.environ):
             os.environ[name] = endpoint.interface
     rendezvous_handler_registry.register("multigpu_ft", _Rendezvous)
