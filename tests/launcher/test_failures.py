@@ -20,8 +20,9 @@ IMPORTS = "from multigpu_ft import *\n"
 
 @pytest.fixture(scope="module")
 def refusing(tmp_path_factory):
-    """A kernel, with the Hub or without it, that has no token; what is wrong with a setting it
-    says in the cell, and then runs the next. And its folder."""
+    """A kernel without a token, with the Hub or without it, and its folder.
+
+    It shows in the cell what is wrong with a setting, and then runs the next cell."""
     folder, started = tmp_path_factory.mktemp("refusing"), {}
 
     def start(offline=""):
@@ -79,7 +80,7 @@ def test_one_rank_is_killed(kernel, run_root):
     )
 
 
-def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
+def test_an_interrupt_saves_and_the_kernel_keeps_running(kernel, run_root):
     k = kernel()
     plain = f"run_root={str(run_root)!r}, packing='padded'"
     cell = k.start(IMPORTS + f"run = launch(RunConfig({plain}, batch_size=8, nproc=2))")
@@ -93,7 +94,7 @@ def test_interrupt_saves_and_the_kernel_goes_on(kernel, run_root):
     step = int(k.run("print(run.status['step'])"))
     saved = k.run("print(run.status['checkpoint'])").strip()
     assert saved == f"opt-tiny_0-5000-step-{step}"
-    # and training goes on where it stopped, be it with one rank
+    # training resumes where it stopped, even with one rank
     shown = k.run(
         f"again = launch(RunConfig({plain}, batch_size=16, nproc=1, max_steps=2)); "
         "print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])"
@@ -136,7 +137,7 @@ def test_a_rank_is_killed_before_training_begins(kernel, run_root):
 
 @pytest.mark.parametrize("threads, nproc", [("1", 2), slow("4", 1)])
 def test_sigterm_saves(kernel, run_root, threads, nproc):
-    "As a cluster ends a job. With several threads numpy has some that were not ours to start."
+    "A cluster ends a job like this. With several threads, numpy has some that this package did not start."
     k = kernel(OMP_NUM_THREADS=threads)
     k.run(
         IMPORTS
@@ -264,7 +265,7 @@ def test_the_disk_fails_the_supervisor_of_a_node(run_root):
     cfg = RunConfig(run_root=str(run_root), run_name="one", nproc=1)
     run_dir = RunDir.common(cfg)
     run_dir.write_config(cfg)
-    (run_dir.path / FAILURE_FILE).mkdir()  # which it deletes as a file
+    (run_dir.path / FAILURE_FILE).mkdir()  # the supervisor expects a file here
     with socket.create_server(("127.0.0.1", 0)) as free:
         rdzv = f"127.0.0.1:{free.getsockname()[1]}"
     command = [

@@ -40,7 +40,7 @@ def test_a_function_gets_its_arguments_and_returns_what_rank_0_returns(capfd):
     assert launch(lambda: where(), nproc=1) == (0, 0, 1)
 
 
-def test_what_a_rank_raises_is_raised_here():
+def test_an_exception_of_a_rank_is_raised_by_launch():
     def fails():
         if where()[0] == 1:
             raise KeyError("planted")
@@ -90,12 +90,12 @@ def test_a_script_may_end_itself():
         (lambda: launch({"model": "x"}), "takes a RunConfig or a function, not a dict"),
     ],
 )
-def test_what_cannot_work_is_told(call, words):
+def test_a_call_that_cannot_work_is_rejected(call, words):
     with pytest.raises(ConfigError, match=words):
         call()
 
 
-def test_code_for_accelerates_notebook_launcher_moves_by_one_line():
+def test_code_for_accelerates_notebook_launcher_needs_one_changed_line():
     def training(rate):
         import torch
         from accelerate import Accelerator
@@ -116,7 +116,7 @@ def test_code_for_accelerates_notebook_launcher_moves_by_one_line():
     assert processes == 2 and len(losses) == 2
 
 
-def test_cuda_devices_that_are_hidden_do_not_count(tmp_path, monkeypatch):
+def test_hidden_cuda_devices_do_not_count(tmp_path, monkeypatch):
     from multigpu_ft.run.environment import visible_gpus
 
     fake = tmp_path / "nvidia-smi"
@@ -156,7 +156,7 @@ def test_the_magic(kernel):
     ):
         with pytest.raises(CellError, match=words):
             k.run(cell)
-    assert k.run("rank").strip() == "0", "what was there was handed over"
+    assert k.run("rank").strip() == "0", "the notebook's own `rank` was passed on"
 
 
 def test_after_cuda_was_initialised_in_the_kernel(kernel):

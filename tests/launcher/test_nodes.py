@@ -1,5 +1,6 @@
-"""Runs on two machines, which are two network namespaces here: the same curve, whatever is cut,
-wherever the files are."""
+"""Runs on two machines, which are two network namespaces here.
+
+The curve is the same whatever is cut, and wherever the files are."""
 
 import functools
 import json
@@ -26,7 +27,7 @@ HYBRID = {"strategy": "fsdp", "sharding": "hybrid_shard"}
 
 @pytest.fixture(scope="module")
 def one_host(server, material, tmp_path_factory):
-    "Losses of so many ranks on one machine."
+    "A function that returns the losses of `nproc` ranks on one machine."
 
     @functools.cache
     def train(nproc, **settings):
@@ -120,7 +121,7 @@ def test_two_machines_with_a_disk_each_train_as_one(net, material, one_host, tmp
 
 
 @pytest.mark.slow
-def test_hybrid_sharding_adds_up_micro_batches_before_nodes_hear_of_them(
+def test_hybrid_sharding_adds_up_micro_batches_before_nodes_communicate(
     net, material, one_host, tmp_path
 ):
     split = {"batch_size": 1, "accum_steps": 2, "communication": "micro_batch"}
@@ -172,9 +173,9 @@ def test_plain_torchrun_does_it_too(net, material, one_host, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["one disk", "two disks"])
 def test_stopped_on_one_machine_and_started_again_on_both(net, material, server, tmp_path, shared):
-    """The second machine is to go: both save, end, and say that it was no failure.
+    """The second machine gets SIGTERM: both save and end, and report no failure.
 
-    Started again, they go on with the bits they had."""
+    Started again, they resume with exactly the state they had."""
     cfgs = configs(material, tmp_path, shared, strategy="fsdp", num_epochs=8, nproc=1)
     calm = server.finish(cfgs[0].replace(run_name="calm", nnodes=1, nproc=2))
     run_dir = RunDir(tmp_path / "runs" / "two")
@@ -200,7 +201,7 @@ def test_stopped_on_one_machine_and_started_again_on_both(net, material, server,
 
 
 @pytest.mark.slow
-def test_asked_to_stop_a_job_has_done_what_it_should(net, material, tmp_path):
+def test_a_job_that_was_asked_to_stop_has_succeeded(net, material, tmp_path):
     cfgs = configs(material, tmp_path, num_epochs=200, nproc=1)
     run_dir = RunDir(tmp_path / "runs" / "two")
     nodes = [net.train(n, cfg, "--as-job") for n, cfg in enumerate(cfgs)]
@@ -212,7 +213,7 @@ def test_asked_to_stop_a_job_has_done_what_it_should(net, material, tmp_path):
 
 
 def test_a_cut_link_ends_both_sides(net, material, tmp_path):
-    "Without restarts both say whom they lost, and nothing is left of them. Started again, the run goes on."
+    "Without restarts both say which node they lost, and no process is left. Started again, the run resumes."
     cfgs = configs(material, tmp_path, shared=False, num_epochs=10, nproc=1)
     cfgs = [cfg.replace(timeout_s=5) for cfg in cfgs]
     run_dir = RunDir(tmp_path / "runs" / "two")
@@ -237,7 +238,7 @@ def test_a_cut_link_ends_both_sides(net, material, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shared", [True, False], ids=["one disk", "two disks"])
 def test_the_link_is_cut_again_and_again(material, server, tmp_path, shared):
-    "10 times, at random points; the run restarts itself, and ends with the bits of one that nobody disturbed."
+    "10 times, at random points. The run restarts itself and ends with the bits of an undisturbed run."
     print(hosts.Cuts(tmp_path, material, server, seed=3 + shared, shared=shared, nproc=1).run(10))
 
 
@@ -288,7 +289,7 @@ def test_a_machine_that_comes_late_or_never(net, material, one_host, tmp_path):
     )
 
 
-def test_what_is_wrong_with_an_address(net, material, tmp_path):
+def test_a_wrong_address_is_explained(net, material, tmp_path):
     cfg, _ = configs(material, tmp_path)
     port = net.start(
         0,
@@ -317,7 +318,7 @@ def test_what_is_wrong_with_an_address(net, material, tmp_path):
 
 def test_machines_that_are_not_set_up_alike(net, material, one_host, tmp_path):
     cfg, other = configs(material, tmp_path, shared=False, join_timeout_s=40, nproc=1)
-    host = net.train(0, cfg)
+    leader = net.train(0, cfg)
     wrong = net.train(1, other.replace(learning_rate=0.5), "--as-job")
     codes, texts = hosts.wait([wrong], 30)
     assert (
@@ -328,7 +329,7 @@ def test_machines_that_are_not_set_up_alike(net, material, one_host, tmp_path):
     codes, texts = hosts.wait([net.train(1, other.replace(nproc=2))], 30)
     assert codes == [1] and "2 processes there, 1 on node 0" in texts[0]
     right = net.train(1, other)
-    codes, texts = hosts.wait([host, right])
+    codes, texts = hosts.wait([leader, right])
     assert codes == [0, 0], texts
     assert_trained_as_one((cfg, other), texts, one_host(2))
     again = json.loads((tmp_path / "runs" / "two" / "status.json").read_text())
@@ -341,13 +342,13 @@ def test_texts_that_differ_between_machines(net, material, tmp_path):
     mine = tmp_path / "texts.jsonl"
     mine.write_text((material / "texts.jsonl").read_text())
     cfgs = [cfg.replace(dataset=str(mine)) for cfg in configs(material, tmp_path, nproc=1)]
-    # what the other machine has under that name is another file, though no setting says so
+    # the other machine has a different file under that name, though no setting says so
     theirs = tmp_path / "theirs.jsonl"
     theirs.write_text(mine.read_text().replace("w1", "w2"))
-    host = net.train(0, cfgs[0])
+    leader = net.train(0, cfgs[0])
     train = f"{BIN / 'multigpu-ft'} train {flags(cfgs[1], leave=())}"
     command = f"mount --bind {theirs} {mine} && exec {train} --node-rank 1 --rdzv {net.rdzv()}"
-    codes, texts = hosts.wait([host, net.start(1, "unshare", "--mount", "sh", "-c", command)], 90)
+    codes, texts = hosts.wait([leader, net.start(1, "unshare", "--mount", "sh", "-c", command)], 90)
     assert codes == [1, 1]
     assert all(
         "DataError: texts of rank 1, on node 1, differ from node 0's" in text for text in texts
@@ -356,8 +357,9 @@ def test_texts_that_differ_between_machines(net, material, tmp_path):
 
 @pytest.mark.slow
 def test_the_pods_of_a_job(net, material, tmp_path):
-    """The very command of the pods that are rendered, with what Kubernetes would set: evicted,
-    they end with 75 on both nodes; started again, they are done."""
+    """Run the command of the rendered pods, with the variables that Kubernetes would set.
+
+    Evicted, they end with 75 on both nodes; started again, they finish."""
     shared, config = tmp_path / "shared", tmp_path / "config"
     shutil.copytree(material, shared / "data")
     config.mkdir()
@@ -417,7 +419,7 @@ def test_the_pods_of_a_job(net, material, tmp_path):
 
 @pytest.mark.slow
 def test_restarts_on_one_machine(material, server, tmp_path):
-    "`max_restarts` also holds for a rank that dies on the only machine."
+    "`max_restarts` also applies to a rank that dies on the only machine."
     cfg = faults.config(
         material,
         tmp_path / "runs",

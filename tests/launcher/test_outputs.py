@@ -1,4 +1,4 @@
-"""What is kept of a run beyond its session."""
+"""Outputs of a run that are kept beyond its session."""
 
 import types
 from pathlib import Path
@@ -74,7 +74,9 @@ def test_another_run_of_that_name_is_left_alone(run, tmp_path):
     assert outputs.keep_outputs(run.path, tmp_path / "out")[0] == second
 
 
-def test_what_does_not_fit_is_said_and_the_old_stays(run, tmp_path, monkeypatch):
+def test_a_checkpoint_that_does_not_fit_is_reported_and_the_old_one_stays(
+    run, tmp_path, monkeypatch
+):
     save(run, "step-1")
     kept, _ = outputs.keep_outputs(run.path, tmp_path / "out")
     save(run, "step-2", b"weights" * 10**6)
@@ -118,7 +120,7 @@ def test_a_disk_that_fills_up_leaves_nothing_half_copied(run, tmp_path, monkeypa
     )
 
 
-def test_of_damaged_checkpoints_the_next_older_is_kept(run, tmp_path):
+def test_the_next_older_checkpoint_is_kept_if_the_newest_is_damaged(run, tmp_path):
     save(run, "step-1")
     (save(run, "step-2") / "rank0.safetensors").write_bytes(b"wEights")
     kept, (remark,) = outputs.keep_outputs(run.path, tmp_path / "out")
