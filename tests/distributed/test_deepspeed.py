@@ -1,4 +1,4 @@
-"""Accelerate and ZeRO: everything around a strategy is the same as with any other, and settings that contradict are refused."""
+"""Accelerate and ZeRO: all around a strategy is as with any other, and settings that contradict are refused."""
 
 import importlib.util
 import itertools
