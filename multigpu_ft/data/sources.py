@@ -262,7 +262,9 @@ _READERS = {
 }
 
 
-DATA_FILES = tuple(_READERS)  # suffixes
+DATA_FILES = tuple(
+    _READERS
+)  # suffixes; deploy refuses a setting that ends in one, as that file stays here
 
 
 def is_file_name(dataset: str) -> bool:

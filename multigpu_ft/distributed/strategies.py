@@ -36,6 +36,7 @@ from multigpu_ft.distributed.world import (
 from ..models.blocks import transformer_blocks
 from ..models.quantization import packed_layers, to_evaluation_mode
 from ..run.config import RunConfig
+from ..run.errors import CheckpointError
 
 # %% ../../nbs/distributed/03_strategies.ipynb #3ab2f9a0
 _FIRST_SCALE, _STEPS_UNTIL_GROWTH = 2.0**16, 2000
@@ -94,7 +95,7 @@ def _rescale(
     max_norm: float | None,
     loss_scale: LossScale,
 ) -> None:
-    "Undo the loss scale, and limit `norm`, which is without it, to `max_norm`."
+    "Undo the loss scale, and limit `norm`, which is unscaled already, to `max_norm`."
     factor = 1 / loss_scale.value
     if max_norm is not None:
         factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
@@ -179,6 +180,20 @@ def _load_state(
         count += len(numbers)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
+
+_OWN_KEY = {"adamw": "exp_avg", "adamw_8bit": "state1"}
+
+
+def _refuse_other_optimizer(saved: SavedParts, optimizer: str) -> None:
+    "Raise `CheckpointError` if `saved` holds the state of another optimizer than `optimizer`."
+    held = {name.rpartition("/")[2] for name in saved.names("optimizer/")}
+    if held and _OWN_KEY[optimizer] not in held:
+        raise CheckpointError(
+            f"its optimizer's state ({', '.join(sorted(held))}) can't be used by "
+            f"optimizer={optimizer!r}; use the optimizer it was saved with, or "
+            "resume_scope='weights' to start with a new one"
+        )
+
 # %% ../../nbs/distributed/03_strategies.ipynb #bf5a609f
 class _Trained:
     "A model with its optimizer, under some strategy: updates its parameters, saves and loads them."
@@ -250,6 +265,7 @@ class _Trained:
             saved.fill(part_of(p), f"model/{name}")
         if not optimizer:
             return
+        _refuse_other_optimizer(saved, self.cfg.optimizer)
         names = {p: name for name, p in kept.items()}
         # bitsandbytes keeps plain tensors, also for a DTensor of one shard
         local = self.cfg.optimizer == "adamw_8bit"
@@ -270,7 +286,7 @@ def _shard(
     unit: nn.Module, mesh: Any, dtype: torch.dtype, is_root: bool, has_one_shard: bool
 ) -> None:
     "Shard `unit` over `mesh`, to compute in `dtype` and reduce gradients in fp32."
-    # with fsdp most of a second of imports that ddp does without
+    # importing FSDP takes most of a second, and ddp in fp32 doesn't need it
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()

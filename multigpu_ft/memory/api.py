@@ -240,7 +240,7 @@ def _remarks(found: Estimate) -> list[str]:
     need, kept = found.host_gib[when], found.disk_gib["kept"]
     if need > ram:
         said.append(
-            f"the host's memory may not do: about {need:.1f} GiB at the {when}, {whose} {ram:.0f} GiB"
+            f"the host may not have enough memory: about {need:.1f} GiB at the {when}, {whose} {ram:.0f} GiB"
         )
     if kept > disk:
         said.append(
@@ -251,7 +251,7 @@ def _remarks(found: Estimate) -> list[str]:
     if found.hours and found.hours > hours:
         said.append(
             f"it may take up to {_hours(found.hours)}, longer than a session of "
-            f"{_hours(hours)}: it would go on in the next one"
+            f"{_hours(hours)}: the run would resume in the next one"
         )
     if found.decided.dtype == "bf16" and not has_bf16(found.gpu.capability):
         said.append(
@@ -274,7 +274,7 @@ def _assumptions(found: Estimate) -> list[str]:
         known = "" if found._rows_are_known else ", if the data has as many"
         said += [
             "time: half of the data sheet's operations, three quarters of its bandwidth, "
-            "transfers beside them; rough, within a factor of two",
+            "overlapped with transfers; rough, within a factor of two",
             f"hours: {found.rows:,} rows{known}, all of max_length, "
             f"{found.config.num_epochs} epoch(s); shorter texts take less",
         ]
@@ -344,7 +344,7 @@ def _text(found: Estimate) -> str:
     lines += [f"  {name:{width}} {value}" for name, value in rows]
     lines += [f"! {remark}" for remark in found.remarks]
     if not found.fits:
-        guessed = "what would fit, by a guess from fewer blocks:"
+        guessed = "what would fit, extrapolated from fewer blocks:"
         lines.append(guessed if found.remedies else "nothing that was tried would fit")
         lines += [f"  {remedy}" for remedy in found.remedies[:5]]
     return "\n".join([*lines, "assumed:", *(f"  {line}" for line in found.assumptions)])
@@ -410,7 +410,7 @@ def _html_remedies(remedies: list[Remedy]) -> str:
     for remedy in remedies[:5]:
         changes, _, about = str(remedy).rpartition(": ")
         items.append(f"<li><code>cfg.replace({escape(changes)})</code>: {escape(about)}</li>")
-    said = "What would fit, by a guess from fewer blocks:"
+    said = "What would fit, extrapolated from fewer blocks:"
     return f"<div>{said}<ol>{''.join(items)}</ol></div>"
 
 

@@ -37,15 +37,15 @@ class Saves:
     newest_step: int  # the step of the newest save
     error: Exception | None = None  # of the newest save, until it was handled
 
-    def are_due(self) -> bool:
-        "Return whether it is time for a save, by this rank's clock."
+    def minutes_are_over(self) -> bool:
+        "Return True on rank 0 when `save_minutes` have passed since the last save."
         return self.rank.world.is_main and self.time_budget.save_is_due()
 
     def start(self, end_of_epoch: bool) -> None:
         "Start a save; its result is noted when it is known. A collective."
         rank, progress = self.rank, self.progress
         rank.heartbeat(IDLE)
-        # a request to stop that comes now leaves the save its time
+        # while an activity is shown, `Run.stop` waits longer before it kills
         rank.run_log.status(activity="saving a checkpoint")
         self.note(self.writer.wait())
         self.handle_error()
@@ -70,6 +70,7 @@ class Saves:
             return
         self.error = save.error
         if save.error:
+            self._forget_best(save.name)
             return
         self.time_budget.saved(save.seconds)
         took = {
@@ -84,6 +85,11 @@ class Saves:
         for trouble in self.uploader.trouble() if self.uploader else []:
             run_log.remark(trouble)
 
+    def _forget_best(self, name: str) -> None:
+        "Keep no later checkpoint from naming one as the best that was never written."
+        if self.progress.best.get("checkpoint") == name:
+            del self.progress.best["checkpoint"]
+
     def handle_error(self) -> None:
         """Handle a failed save that all ranks know of: raise its error, or add a remark and
         continue."""
@@ -91,4 +97,4 @@ class Saves:
         if isinstance(error, FloatingPointError) or (error and self.cfg.save_failure == "stop"):
             raise error
         if error:
-            self.rank.run_log.remark(f"{error} Training continues")
+            self.rank.run_log.remark(f"{str(error).rstrip('.')}. Training continues")

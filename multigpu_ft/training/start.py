@@ -141,7 +141,13 @@ def choose_start(cfg: RunConfig, rank: Rank, data: TrainingData, storage: Storag
     cfg = bring(cfg, run_dir, rank.world, run_log.status, run_log.remark)
     digest = tokenizer_digest(data.tokenizer)
     stored = {**fingerprint(cfg), "tokenizer": digest, "labels": data.label_names}
-    refuse_other_texts(rank.world, texts=data.texts.digest, tokenizer=digest)
+    digests = {
+        "texts": data.texts.digest,
+        "evaluation texts": data.eval_texts.digest if data.eval_texts else None,
+        "tokenizer": digest,
+        "labels": data.label_names,
+    }
+    refuse_other_texts(rank.world, **digests)
     checkpoint, again, remarks = choose_checkpoint(cfg, run_dir, rank.world, stored, storage)
     if again and cfg.resume_scope == "weights":
         # a restarted run resumes where it was, whatever it started from

@@ -411,8 +411,8 @@ def _refuse_endless_overflow(training: Training) -> None:
         raise FloatingPointError(
             f"the gradient was not finite for {in_a_row} steps in a row, "
             f"up to step {training.progress.step}: "
-            "lower learning_rate or max_grad_norm, use dtype='fp32' or 'bf16', "
-            "or look for broken texts. Parameters and checkpoints are as before them."
+            "lower learning_rate, use dtype='fp32' or 'bf16', "
+            "or look for broken texts. The skipped steps changed neither parameters nor checkpoints."
         )
 
 # %% ../../nbs/training/07_trainer.ipynb #7c4d5587
@@ -462,7 +462,7 @@ def _agree(training: Training) -> tuple[bool, bool]:
     training.time_budget.step()
     out_of_time = rank.world.is_main and training.time_budget.out_of_time()
     stop, minutes, failed = rank.world.sum(
-        rank.asked_to_stop() or out_of_time, saves.are_due(), saves.error is not None
+        rank.asked_to_stop() or out_of_time, saves.minutes_are_over(), saves.error is not None
     )
     if failed:
         saves.note(saves.writer.wait())
@@ -553,7 +553,7 @@ def _message(training: Training) -> str | None:
     cfg, schedule, texts = training.cfg, training.schedule, training.data.slice
     if not training.first_step:
         early = training.evaluations.patience_is_over
-        had, remedy = f"has had its {cfg.num_epochs} epochs", "num_epochs"
+        had, remedy = f"has had its {cfg.num_epochs} epoch(s)", "num_epochs"
         if early:
             had, remedy = f"was stopped early, by patience={cfg.patience}", "patience"
         return (

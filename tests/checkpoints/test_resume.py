@@ -136,6 +136,16 @@ def test_weights_alone_come_with_a_new_optimizer_and_schedule(material, run_root
     assert server.finish(elsewhere.replace(resume_scope="weights")).status()["state"] == "done"
 
 
+def test_the_state_of_another_optimizer_is_refused_with_a_remedy(material, run_root, server):
+    cfg = faults.config(material, run_root, num_epochs=1, save_every=None, end_idx=16, nproc=1)
+    server.finish(cfg)
+    later = cfg.replace(start_idx=16, end_idx=32, optimizer="adamw_8bit")
+    said = error_of(server.finish(later))
+    assert "optimizer='adamw_8bit'" in said and "resume_scope='weights'" in said
+    fresh = server.finish(later.replace(resume_scope="weights"))
+    assert fresh.status()["state"] == "done"
+
+
 def test_files_of_the_original_script_are_loaded(material, run_root, server):
     import torch
     from transformers import AutoModelForCausalLM
