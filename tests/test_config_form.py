@@ -296,7 +296,7 @@ def test_all_three_outputs_mean_the_same(values):
     f._build()
     f._update()
     assert f.config == cfg and agrees(f)
-    assert not f._preset or len(f.call) < len(repr(cfg)), (
+    assert not f._draft.preset or len(f.call) < len(repr(cfg)), (
         "a call that starts from a preset is shorter"
     )
 
@@ -400,7 +400,11 @@ def test_an_estimate_appears_when_typing_pauses(monkeypatch):
     )
     f.inputs["batch_size"].value = "x"
     f.inputs["batch_size"].value = "99"
-    until(lambda: "no estimate: no such model" in shown(f._memory), 5, "why there is none")
+    until(
+        lambda: "no estimate: no such model" in shown(f._widgets.memory.html),
+        5,
+        "why there is none",
+    )
     assert asked == [123, 99], "estimated while the user was typing"
 
 
