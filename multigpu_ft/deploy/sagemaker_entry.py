@@ -19,7 +19,7 @@ from typing import Any
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
 from ..run.processes import AGENT_PID_VARIABLE
-from ..run.run_dir import RunDir
+from ..run.run_dir import FINISHED_STATES, RunDir
 from ..run.secrets import SECRETS
 
 # %% ../../nbs/deploy/06_sagemaker_entry.ipynb #65c7b1d5
@@ -129,7 +129,7 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(f"sagemaker_entry: ConfigError: {error}")
     code = _train(run_dir, environ)
-    if code == 0 and rank == 0 and run_dir.status()["state"] == "done":
+    if code == 0 and rank == 0 and run_dir.status()["state"] in FINISHED_STATES:
         for name in ("export", "merged"):
             if (run_dir.path / name).is_dir():
                 target = Path(environ["SM_MODEL_DIR"]) / ("" if name == "export" else name)

@@ -25,6 +25,7 @@ from multigpu_ft.run.processes import (
 )
 from multigpu_ft.run.run_dir import (
     FAILURE_FILE,
+    FINISHED_STATES,
     GENERATION_FILE,
     STOPPED_EXIT_CODE,
     RunDir,
@@ -447,7 +448,7 @@ def _launch(
             "step": (read_heartbeat(node_dir.beat_file(failure["rank"])) or (0, 0, ""))[1],
         }
     except SignalException as error:
-        if node_dir.status()["state"] not in ("done", "stopped"):
+        if node_dir.status()["state"] not in (*FINISHED_STATES, "stopped"):
             node_dir.update_status(
                 state="stopped",
                 activity=None,

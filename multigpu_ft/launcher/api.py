@@ -11,12 +11,20 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.discovery import find_checkpoints, is_foreign, sweep
+from multigpu_ft.checkpoints.discovery import (
+    find_checkpoints,
+    find_origin,
+    is_foreign,
+    sweep,
+)
 from ..checkpoints.manifest import read_progress
 from ..checkpoints.progress import ledger_remarks
+from ..data.examples import evaluation_config, load_texts
+from ..data.labels import find_label_names
 from ..data.sources import count_rows
 from ..display.panel import CellOutput, age, has_viewer, say
 from ..display.tables import html_table, text_table
@@ -25,12 +33,22 @@ from ..hub.repository import check_access, find_remote, parse_hub
 from .commands import node_command
 from .functions import call, run_script, start_agent
 from .nodes import Node, find_node, node_settings, open_run, start_supervisor
+from .restarts import reopen
 from .run import Run
 from ..memory.api import plan_memory
 from ..run.config import RunConfig
 from ..run.environment import default_run_root, session_end, visible_gpus
 from ..run.errors import CheckpointError, ConfigError
-from ..run.run_dir import LIVE_STATES, PLAN_FILE, RunDir, write_json
+from ..run.experiment import nothing_left
+from ..run.processes import is_alive
+from multigpu_ft.run.run_dir import (
+    FINISHED_STATES,
+    LIVE_STATES,
+    NOTHING_TO_DO,
+    PLAN_FILE,
+    RunDir,
+    write_json,
+)
 from ..run.secrets import use_secrets
 
 # %% ../../nbs/launcher/10_api.ipynb #da32c4d7
@@ -121,23 +139,23 @@ def _launch_run(
     node: Node | None,
 ) -> Run:
     use_secrets()
-    cfg = for_this_machine(cfg)
-    cfg = node_settings(cfg) if node else cfg
-    cfg = with_zero_config(
-        cfg, (cfg.nproc or len(visible_gpus()) or 2) * cfg.nnodes if cfg.deepspeed_config else None
-    )
+    cfg = _settings_here(cfg, node)
     num_rows = count_rows(cfg)
     end_idx = cfg.slice_end(num_rows) if num_rows is not None else None
-    pinned, remarks = {}, []
+    if num_rows is not None:
+        _check_texts(cfg, num_rows)
     if node and node.rank:
-        origin = f"node {node.rank} of {cfg.nnodes}, goes where node 0 goes, at {node.rdzv}"
+        origin = _Start(f"node {node.rank} of {cfg.nnodes}, goes where node 0 goes, at {node.rdzv}")
     else:
         sweep(Path(cfg.run_root))
-        access, (origin, remarks, revision) = check_access(cfg), _origin(cfg, end_idx)
-        remarks, pinned = [*access, *remarks], {"resumed_revision": revision} if revision else {}
+        access = check_access(cfg)
+        origin = _find_start(cfg, end_idx, num_rows)
+        if origin.same_run and not node and _is_complete(origin.same_run, cfg, num_rows):
+            return _show_complete(origin.same_run, wait, panel)
+        origin.remarks[:0] = access
     plan, doubts = plan_memory(cfg, force)
-    remarks = [*remarks, *doubts]
-    run_dir = open_run(cfg, node, end_idx) if node else RunDir.create(cfg, end_idx)
+    remarks = [*origin.remarks, *doubts]
+    run_dir = _open_directory(cfg, node, end_idx, origin.same_run)
     (run_dir.path / PLAN_FILE).unlink(missing_ok=True)
     if plan:
         write_json(run_dir.path / PLAN_FILE, plan)
@@ -146,7 +164,8 @@ def _launch_run(
         f"on node {other}: {node_command(run_dir.config().replace(run_root=cfg.run_root), other, node.rdzv)}"
         for other in others
     ]
-    say("\n".join([f"{run_dir.name}: {line}" for line in [origin, *remarks, *commands]]))
+    lines = [origin.words, *remarks, *commands]
+    say("\n".join(f"{run_dir.name}: {line}" for line in lines))
     parent = {} if detach else {"launcher": os.getpid()}
     run_dir.update_status(
         state="starting",
@@ -154,7 +173,7 @@ def _launch_run(
         host=socket.gethostname(),
         launched=time.time(),
         session_end=session_end(),
-        **pinned,
+        resumed_revision=origin.revision,
     )
     run = Run(run_dir, agent := start_supervisor(run_dir, node) if node else start_agent(run_dir))
     try:
@@ -216,42 +235,134 @@ def runs(run_root: str | Path | None = None) -> Runs:
             found.append(Run(path.parent))
     return found
 
-# %% ../../nbs/launcher/10_api.ipynb #96634c55
-def _origin(cfg: RunConfig, end_idx: int | None) -> tuple[str, list[str], str | None]:
-    """Return what the run will resume from, in words, remarks, and the revision on the Hub.
+# %% ../../nbs/launcher/10_api.ipynb #765456d5
+@dataclass(frozen=True)
+class _Start:
+    "What a run begins with, in words, remarks, and the revision on the Hub."
 
-    Ranks check that the checkpoint is complete."""
+    words: str
+    remarks: list[str] = field(default_factory=list)
+    revision: str | None = None
+    same_run: RunDir | None = None  # the run goes on in this directory
+
+
+def _find_start(cfg: RunConfig, end_idx: int | None, num_rows: int | None) -> _Start:
+    "Return where the run begins. Ranks check that the checkpoint is complete."
     what = "continues from" if cfg.resume_scope == "all" else "starts from the weights of"
-    end = end_idx if end_idx is not None else cfg.start_idx + cfg.slice_size
+    rows = (cfg.start_idx, end_idx if end_idx is not None else cfg.start_idx + cfg.slice_size)
     if parse_hub(cfg.resume_file):
         remote = find_remote(cfg)
-        return (
-            f"{what} {remote}",
-            ledger_remarks(remote.trained, cfg.start_idx, end),
-            remote.revision,
-        )
-    candidates = find_checkpoints(cfg)
+        remarks = ledger_remarks(remote.trained, *rows)
+        return _Start(f"{what} {remote}", remarks, remote.revision)
+    same_run, remarks, candidates = None, [], []
+    if cfg.resume_file == "auto":
+        origin = find_origin(cfg, num_rows)
+        same_run, remarks, candidates = origin.same_run, [*origin.remarks], origin.checkpoints
+        if same_run and is_alive(same_run):
+            raise ConfigError(
+                f"{same_run.name} is running already. Run.attach({str(same_run.path)!r}) shows it; "
+                "give this run another run_name to train it beside that one."
+            )
+    else:
+        candidates = find_checkpoints(cfg)
     if not candidates:
-        return (
-            "starts from the base "
-            "model"
-            + (
-                ""
-                if cfg.resume_file == "none"
-                else f"; there is no checkpoint of it and its data under {cfg.run_root}"
-            ),
-            [],
-            None,
+        nothing = f"; there is no checkpoint of it and its data under {cfg.run_root}"
+        is_new = cfg.resume_file == "auto" and not remarks
+        return _Start(
+            f"starts from the base model{nothing if is_new else ''}", remarks, None, same_run
         )
     newest = candidates[0]
     if is_foreign(newest):
-        return f"starts from the weights in {newest}", [], None
+        return _Start(f"starts from the weights in {newest}")
+    with suppress(CheckpointError):
+        remarks += ledger_remarks(read_progress(newest)["trained"], *rows)
+    whose = newest.parents[1].name
+    if same_run and same_run.name == whose:
+        return _Start(f"resumes from its checkpoint {newest.name}", remarks, None, same_run)
+    return _Start(f"{what} checkpoint {newest.name} of {whose}", remarks, None, same_run)
+
+
+def _open_directory(
+    cfg: RunConfig, node: Node | None, end_idx: int | None, same_run: RunDir | None
+) -> RunDir:
+    "Return the run's directory, new or its own of before, with its settings."
+    if node:
+        return open_run(cfg, node, end_idx)
+    if same_run:
+        reopen(same_run, cfg)
+        return same_run
+    run_dir = RunDir.create(cfg, end_idx)
+    run_dir.update_status(asked_name=cfg.run_name)
+    return run_dir
+
+# %% ../../nbs/launcher/10_api.ipynb #bdaa7fcd
+_DECIDE_LENGTH = (
+    *("num_epochs", "initial_epoch", "max_steps", "patience", "keep_best", "merge_adapter"),
+    *(name for name in RunConfig.model_fields if name.startswith("eval_")),
+)
+
+
+def _is_complete(run_dir: RunDir, cfg: RunConfig, num_rows: int | None) -> bool:
+    """Return whether the run has trained and exported all that `cfg` asks for.
+
+    Raises `ConfigError` if it is to train more, but its checkpoints were deleted."""
+    if run_dir.status()["state"] not in FINISHED_STATES:
+        return False
     try:
-        trained = read_progress(newest)["trained"]
-    except CheckpointError:
-        trained = []
-    return (
-        f"{what} checkpoint {newest.name} of {newest.parents[1].name}",
-        ledger_remarks(trained, cfg.start_idx, end),
-        None,
-    )
+        before = run_dir.config()
+    except ValueError:  # from another version
+        return False
+    changed = [name for name in _DECIDE_LENGTH if getattr(before, name) != getattr(cfg, name)]
+    if changed and not run_dir.checkpoints():
+        raise ConfigError(
+            f"{run_dir.name} is done, and later runs have replaced its checkpoints, so it can't "
+            f"train more with another {changed[0]}. To train these rows on top of the newest "
+            "checkpoint, name that one with resume_file; with another run_name, they start from the "
+            "base model."
+        )
+    # with a repository, the ranks upload what is still missing there
+    return not changed and not cfg.hf_repo and any((run_dir.path / "export").iterdir())
+
+
+def _show_complete(run_dir: RunDir, wait: bool, panel: bool | CellOutput | None) -> Run:
+    "Say that there is nothing to do, show the run, and return it."
+    status, cfg = run_dir.status(), run_dir.config()
+    early = bool(cfg.patience) and status.get("slice_step", 0) < status.get("total_steps", 0)
+    rows = tuple(status["slice"])
+    message = nothing_left(cfg, rows, status["num_rows"], early)
+    run_dir.update_status(state=NOTHING_TO_DO, message=message)
+    run = Run(run_dir)
+    if wait:
+        return run.wait(panel=panel)
+    if panel or (panel is None and has_viewer()):
+        run.show(panel)
+    return run
+
+# %% ../../nbs/launcher/10_api.ipynb #c7316be9
+_CHECKED_ROWS = 20_000
+
+
+def _settings_here(cfg: RunConfig, node: Node | None) -> RunConfig:
+    "Return `cfg` for this machine, with what its DeepSpeed file says."
+    cfg = for_this_machine(cfg)
+    cfg = node_settings(cfg) if node else cfg
+    processes = (cfg.nproc or len(visible_gpus()) or 2) * cfg.nnodes
+    return with_zero_config(cfg, processes if cfg.deepspeed_config else None)
+
+
+def _check_texts(cfg: RunConfig, num_rows: int) -> None:
+    """Raise `DataError` for texts that can't be trained or evaluated on.
+
+    `num_rows` is the length of the data, which is on this machine."""
+    end = min(cfg.slice_end(num_rows), cfg.start_idx + _CHECKED_ROWS)
+    names = None
+    if cfg.task == "classification":
+        if num_rows > 10 * _CHECKED_ROWS:
+            return
+        names = find_label_names(cfg)
+    load_texts(cfg.replace(end_idx=end), names)
+    held_out = evaluation_config(cfg)
+    # a model may have names for labels that are numbers
+    if held_out and not names and (count := count_rows(held_out)) is not None:
+        end = min(held_out.slice_end(count), held_out.start_idx + _CHECKED_ROWS)
+        load_texts(held_out.replace(end_idx=end))

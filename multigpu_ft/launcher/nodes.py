@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from .commands import node_command
 from .functions import start_agent
 from .rendezvous import split_address
+from .restarts import reopen
 from ..run.config import RunConfig
 from ..run.environment import visible_gpus
 from ..run.errors import ConfigError, NodesError
 from ..run.processes import is_alive
-from ..run.run_dir import RunDir, reset_status, clear_attempt
+from ..run.run_dir import RunDir
 
 # %% ../../nbs/launcher/08_nodes.ipynb #5b75a73c
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ _MAY_CHANGE = (  # between starts, because training does not depend on them
     "run_root",
     "nproc",
     "nnodes",
+    "num_epochs",
+    "max_steps",
+    "patience",
     "batch_size",
     "accum_steps",
     "timeout_s",
@@ -118,18 +122,9 @@ def open_run(cfg: RunConfig, node: Node, end_idx: int | None) -> RunDir:
         if differ:
             raise ConfigError(
                 f"{run_dir.path} holds a run with other settings ({'; '.join(differ)}). "
-                "Choose another run_name; it resumes from that one's newest checkpoint."
+                "Choose another run_name; it continues that one if it is the next slice."
             )
-        if (
-            earlier.batch_size < cfg.batch_size
-            and earlier.batch_size * earlier.accum_steps == cfg.batch_size * cfg.accum_steps
-        ):
-            # reduced after running out of memory
-            cfg = cfg.replace(batch_size=earlier.batch_size, accum_steps=earlier.accum_steps)
-    node_dir.write_config(cfg)
-    reset_status(node_dir)
-    clear_attempt(node_dir)
-    (node_dir.path / "stop").unlink(missing_ok=True)
+    reopen(node_dir, cfg)
     return node_dir
 
 # %% ../../nbs/launcher/08_nodes.ipynb #0ccd426b

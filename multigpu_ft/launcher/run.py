@@ -30,11 +30,12 @@ from multigpu_ft.display.panel import (
 from ..display.plots import figures_as_png, loss_figure, save_png
 from .commands import changed_settings, recipe
 from .outputs import copy_to_kept
+from .restarts import attempt_of
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
 from ..run.failures import ending, failure_of, tail
 from ..run.processes import is_alive, is_stopped, processes_of
-from ..run.run_dir import BY_SIGNAL, FINAL_STATES, LIVE_STATES, RunDir
+from ..run.run_dir import BY_SIGNAL, FINAL_STATES, FINISHED_STATES, LIVE_STATES, RunDir
 
 # %% ../../nbs/launcher/09_run.ipynb #43813b6b
 # Ranks end within 10 s of an interrupt, unless a step is longer or a checkpoint is being written.
@@ -206,7 +207,7 @@ def _progress(run: "_RunInfo", recent: int = 20) -> str:
 
 
 class _RunInfo:
-    "The readable side of a run: its state, failure, metrics, logs and loss."
+    "The readable side of a run: its state, attempts, failure, metrics, logs and loss."
 
     def __init__(self, path: str | Path | RunDir, agent: subprocess.Popen | None) -> None:
         self.dir = path if isinstance(path, RunDir) else RunDir(path)
@@ -227,7 +228,7 @@ class _RunInfo:
 
     @property
     def state(self) -> str:
-        """starting, running, stopping, done, stopped or failed.
+        """starting, running, stopping, done, nothing to do, stopped or failed.
 
         A run whose processes have disappeared has failed."""
         state = self.status["state"]
@@ -236,6 +237,14 @@ class _RunInfo:
             state = self.status["state"]
             return state if state in FINAL_STATES else "failed"
         return state
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """The starts of this run in this directory, oldest first, each with `state launched ended
+        step world_size`; steps are counted from the base model."""
+        status = self.status
+        now = {**attempt_of(status), "state": self.state}
+        return [*status.get("attempts", []), now]
 
     @property
     def failure(self) -> Exception | None:
@@ -265,7 +274,7 @@ class _RunInfo:
         """Return the papermill command that trains the next slice, or None at the end of the data.
 
         For a stopped run, it is the command for the rest of its slice."""
-        return _next_slice(self.config, self.status, self.state == "done")
+        return _next_slice(self.config, self.status, self.state in FINISHED_STATES)
 
 # %% ../../nbs/launcher/09_run.ipynb #f13b4400
 def _save_picture(run: _RunInfo) -> Path | None:

@@ -26,7 +26,7 @@ from .run import Run
 from ..run.config import RunConfig
 from ..run.errors import ConfigError, DataError
 from ..run.failures import RunFailed, tail
-from ..run.run_dir import LIVE_STATES, short_name
+from ..run.run_dir import FINISHED_STATES, LIVE_STATES, short_name
 
 # %% ../../nbs/launcher/12_slices.ipynb #78cf5fe7
 def merged_metrics(runs: list[Run]) -> list[dict[str, Any]]:
@@ -40,8 +40,9 @@ def merged_metrics(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def _first_steps(runs: list[Run]) -> list[int]:
-    "Return the steps that `runs` began with, without those that never took one."
-    return [run.status["first_step"] for run in runs if "first_step" in run.status]
+    "Return the steps that the attempts of `runs` began with, without those that took none."
+    attempts = [attempt for run in runs for attempt in run.attempts]
+    return sorted({a["first_step"] for a in attempts if a.get("first_step") is not None})
 
 # %% ../../nbs/launcher/12_slices.ipynb #a0b172e0
 _MOST = 10_000  # slices
@@ -117,7 +118,8 @@ class _SeriesRuns:
         "Return whether the slice has been trained to the end of its epochs."
         wanted = self._cfg.initial_epoch + self._cfg.num_epochs
         return any(
-            run.state == "done" and run.config.initial_epoch + run.config.num_epochs >= wanted
+            run.state in FINISHED_STATES
+            and run.config.initial_epoch + run.config.num_epochs >= wanted
             for run in self.of_slice(start_idx)
             if run.config.end_idx == end_idx
         )
@@ -158,7 +160,7 @@ def _table_row(
     return {
         "slice": name,
         "state": "done" if is_done else state,
-        "runs": len(runs),
+        "runs": sum(len(run.attempts) for run in runs),
         "steps": last - min(first_steps) + 1 if metrics else 0,
         "first_loss": _mean_loss(metrics[:_SHOWN]),
         "last_loss": _mean_loss(metrics[-_SHOWN:]),
@@ -260,9 +262,9 @@ class Slices:
         axes, was_cut_short = figure.axes[0], False
         for start, end in self.bounds:
             runs = self.runs(start)
-            _mark_slice(axes, f"rows {start}-{end}", sorted(set(_first_steps(runs))))
-            if len({run.status.get("first_step") for run in runs}) > 1:
-                was_cut_short = True
+            first_steps = _first_steps(runs)
+            _mark_slice(axes, f"rows {start}-{end}", first_steps)
+            was_cut_short = was_cut_short or len(first_steps) > 1
         if was_cut_short:
             axes.plot([], [], color="tab:red", linestyle=":", label="cut short, went on")
             axes.legend(frameon=False)
@@ -338,7 +340,12 @@ def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
         for k, v in values.items()
         for word in ("-r" if isinstance(v, str) else "-p", k, str(v))
     ]
-    log, before = notebook.with_suffix(".log"), len(slices.runs(settings.start_idx))
+    log, begun = notebook.with_suffix(".log"), time.time()
+
+    def started() -> list[Run]:
+        runs = slices.runs(settings.start_idx)
+        return [run for run in runs if run.status.get("launched", 0) >= begun]
+
     with open(log, "w") as file:
         process = subprocess.Popen(
             [
@@ -360,7 +367,7 @@ def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
     number = f"slice {settings.start_idx}-{settings.end_idx}"
 
     def text() -> str:
-        runs = slices.runs(settings.start_idx)[before:]
+        runs = started()
         return (
             progress_line(
                 number,
@@ -377,11 +384,11 @@ def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
             time.sleep(0.2)
         except KeyboardInterrupt:
             interrupted = True
-            for run in slices.runs(settings.start_idx)[before:] or [None]:
+            for run in started() or [None]:
                 run.stop() if run else process.kill()
     line.show(text, final=True)
     if process.returncode and not interrupted:
-        failed = [run for run in slices.runs(settings.start_idx)[before:] if run.state == "failed"]
+        failed = [run for run in started() if run.state == "failed"]
         raise (
             failed[-1].failure
             if failed

@@ -39,6 +39,7 @@ from ..run.processes import NODE_VARIABLE, watch_parent
 from multigpu_ft.run.run_dir import (
     BY_SIGNAL,
     FAILURE_FILE,
+    FINISHED_STATES,
     STOPPED_EXIT_CODE,
     RunDir,
     clear_attempt,
@@ -520,7 +521,9 @@ class Follower:
         Returns the exit code: 0 done, 75 stopped, 1 failed. Raises `NodesError`."""
         over = self._await_over()
         self._node_dir.update_status(**{"activity": None, "failure": None, **over})
-        return {"done": 0, "stopped": STOPPED_EXIT_CODE}.get(over["state"], 1)
+        if over["state"] in FINISHED_STATES:
+            return 0
+        return STOPPED_EXIT_CODE if over["state"] == "stopped" else 1
 
     def _await_over(self) -> dict[str, Any]:
         "Connect to node 0, again and again, until the run is over. Returns how it ended."

@@ -23,8 +23,9 @@ from .errors import CheckpointError, ConfigError
 
 # %% auto #0
 __all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'FAILURE_FILE', 'BY_SIGNAL', 'GENERATION_FILE', 'HUB_FILE', 'LIVE_STATES',
-           'FINAL_STATES', 'STOPPED_EXIT_CODE', 'replace_file', 'write_json', 'read_json', 'whole_records',
-           'commit_digest', 'read_commit', 'saved_at', 'short_name', 'RunDir', 'clear_attempt', 'reset_status']
+           'NOTHING_TO_DO', 'FINISHED_STATES', 'FINAL_STATES', 'STOPPED_EXIT_CODE', 'replace_file', 'write_json',
+           'read_json', 'whole_records', 'commit_digest', 'read_commit', 'saved_at', 'short_name', 'RunDir',
+           'clear_attempt', 'reset_status']
 
 # %% ../../nbs/run/05_run_dir.ipynb #2818ddfe
 COMMIT_FILE = "commit.json"
@@ -40,7 +41,10 @@ GENERATION_FILE = "generation.json"
 # What went to the Hub; in a folder of checkpoints that came from the Hub, where they are from.
 HUB_FILE = "hub.json"
 LIVE_STATES = ("starting", "running", "stopping")
-FINAL_STATES = ("done", "stopped", "failed")
+# All of its data had been trained before.
+NOTHING_TO_DO = "nothing to do"
+FINISHED_STATES = ("done", NOTHING_TO_DO)
+FINAL_STATES = (*FINISHED_STATES, "stopped", "failed")
 # EX_TEMPFAIL of sysexits.h: not done, not failed, to be tried again later.
 STOPPED_EXIT_CODE = 75
 
@@ -130,6 +134,7 @@ _KINDS = {
     "slice_step": int,
     "remarks": list,
     "best": dict,
+    "attempts": list,
 }
 
 

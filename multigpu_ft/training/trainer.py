@@ -31,8 +31,9 @@ from ..distributed.world import World
 from ..hub.upload import Uploader
 from ..run.config import RunConfig
 from ..run.environment import outputs_folder
+from ..run.experiment import nothing_left
 from ..run.processes import IDLE, LEFT, StopSignal, leave, torchrun_number, write_error
-from ..run.run_dir import RunDir
+from ..run.run_dir import NOTHING_TO_DO, RunDir
 from ..run.secrets import hide_secrets
 from ..tracking.histograms import histograms
 from ..tracking.metrics import Interval, Stopwatch, flops_per_token
@@ -297,6 +298,7 @@ def _report_start(
         dtype=str(strategy.dtype).removeprefix("torch."),
         **prepared.about,
         **({} if start.again else start.origin(progress.step + 1)),
+        attempt_first_step=progress.step + 1,
         world_size=rank.world.size,
         nodes=rank.world.nodes,
         device=rank.world.device.type,
@@ -513,11 +515,15 @@ def train(training: Training) -> dict[str, Any]:
 
     Returns the last status."""
     rank, saves, progress = training.rank, training.saves, training.progress
-    outcome: dict[str, Any] = {"state": "done" if _train_epochs(training) else "stopped"}
-    if outcome["state"] == "stopped":
+    is_complete = _train_epochs(training)
+    state = "stopped"
+    if is_complete:
+        state = "done" if training.first_step else NOTHING_TO_DO
+    else:
         rank.run_log.status(state="stopping")
+    outcome: dict[str, Any] = {"state": state}
     saves.finish()
-    if outcome["state"] == "done":
+    if is_complete:
         outcome |= _export(training)
     if saves.error:
         raise saves.error
@@ -553,13 +559,7 @@ def _message(training: Training) -> str | None:
     cfg, schedule, texts = training.cfg, training.schedule, training.data.slice
     if not training.first_step:
         early = training.evaluations.patience_is_over
-        had, remedy = f"has had its {cfg.num_epochs} epoch(s)", "num_epochs"
-        if early:
-            had, remedy = f"was stopped early, by patience={cfg.patience}", "patience"
-        return (
-            f"nothing was left to train: slice {texts.start_idx}-{texts.end_idx} {had}. "
-            f"Take the next slice, raise {remedy}, or start over with resume_file='none'"
-        )
+        return nothing_left(cfg, (texts.start_idx, texts.end_idx), texts.num_rows, early)
     if (
         schedule.total_steps < _FEW_STEPS
         and not cfg.max_steps
