@@ -10,6 +10,7 @@ from harness.notebooks import Kernel
 from harness.runs import DATA, processes
 
 from multigpu_ft import Run
+from multigpu_ft.run.run_dir import FINISHED_STATES
 
 pytest_plugins = ["harness.browser"]
 
@@ -112,7 +113,7 @@ def train(server):
     def train(cfg):
         nproc = cfg.nproc or (1 if cfg.strategy == "single" else 2)
         run = Run(server.finish(cfg.replace(nproc=nproc), seconds=300))
-        assert run.status["state"] in ("done", "stopped"), run.logs(0)[-3000:]
+        assert run.status["state"] in (*FINISHED_STATES, "stopped"), run.logs(0)[-3000:]
         return run
 
     return train

@@ -33,7 +33,7 @@ from ..hub.repository import check_access, find_remote, parse_hub
 from .commands import node_command
 from .functions import call, run_script, start_agent
 from .nodes import Node, find_node, node_settings, open_run, start_supervisor
-from .restarts import reopen
+from .restarts import attempt_of, reopen
 from .run import Run
 from ..memory.api import plan_memory
 from ..run.config import RunConfig
@@ -330,6 +330,9 @@ def _show_complete(run_dir: RunDir, wait: bool, panel: bool | CellOutput | None)
     early = bool(cfg.patience) and status.get("slice_step", 0) < status.get("total_steps", 0)
     rows = tuple(status["slice"])
     message = nothing_left(cfg, rows, status["num_rows"], early)
+    if status["state"] != NOTHING_TO_DO:
+        attempts = [*status.get("attempts", []), attempt_of(status)]
+        run_dir.update_status(attempts=attempts, attempt_first_step=None, launched=time.time())
     run_dir.update_status(state=NOTHING_TO_DO, message=message)
     run = Run(run_dir)
     if wait:

@@ -105,7 +105,7 @@ def attempt_of(status: dict[str, Any]) -> dict[str, Any]:
         "state": "failed" if status["state"] in LIVE_STATES else status["state"],
         "launched": status.get("launched"),
         "ended": status.get("heartbeat"),
-        "first_step": status.get("attempt_first_step"),
+        "first_step": status.get("attempt_first_step", status.get("first_step")),
         "step": status.get("step"),
         "world_size": status.get("world_size"),
     }

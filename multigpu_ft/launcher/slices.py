@@ -142,9 +142,10 @@ def _mean_loss(metrics: list[dict[str, Any]]) -> float | None:
     return round(sum(losses) / len(losses), 4) if losses else None
 
 
-def _seconds(status: dict[str, Any]) -> float:
-    "Return how long a run with this status took, or has taken so far."
-    return status["heartbeat"] - status.get("launched", status["heartbeat"])
+def _seconds(run: Run) -> float:
+    "Return how long a run took, or has taken so far, in all its attempts."
+    times = [(a["launched"], a["ended"]) for a in run.attempts]
+    return sum(ended - launched for launched, ended in times if None not in (launched, ended))
 
 
 def _table_row(
@@ -165,7 +166,7 @@ def _table_row(
         "first_loss": _mean_loss(metrics[:_SHOWN]),
         "last_loss": _mean_loss(metrics[-_SHOWN:]),
         "skipped_steps": sum(status.get("skipped_steps", 0) for status in statuses),
-        "minutes": round(sum(map(_seconds, statuses)) / 60, 1),
+        "minutes": round(sum(map(_seconds, runs)) / 60, 1),
         "checkpoint": checkpoints[-1] if checkpoints else None,
     }
 

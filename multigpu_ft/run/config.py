@@ -422,7 +422,7 @@ class _CheckpointSettings(_Settings):
     resume_file: str = _field(
         "auto",
         "checkpoint",
-        "auto (newest of this model and dataset under run_root), none, "
+        "auto (the same run, or the newest slice of its series), none (the base model), "
         "a checkpoint's name or path, a .pt file with MODEL_STATE, or hub:user/repo[@name]",
     )
     resume_scope: Literal["all", "weights"] = _field(

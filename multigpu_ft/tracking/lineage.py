@@ -11,37 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from ..run.config import RunConfig
+from ..run.experiment import experiment_settings
 from ..run.processes import is_alive
 from ..run.run_dir import RunDir
 
 # %% ../../nbs/tracking/02_lineage.ipynb #d8bb6cbb
-_GROUPS = ("model", "data", "training")
 _LENGTH = {"num_epochs", "initial_epoch", "max_steps"}
-# The fingerprint of the checkpoint covers model and dataset, the slice and the rows per step cover the five after them,
-# and evaluation changes no weights.
-_NOT_COUNTED = {
-    "model",
-    "dataset",
-    "start_idx",
-    "end_idx",
-    "slice_size",
-    "batch_size",
-    "accum_steps",
-} | {name for name in RunConfig.model_fields if name.startswith("eval_")}
 
 
 def _experiment(cfg: RunConfig, slice: list[int], rows_a_step: int) -> dict[str, Any]:
     "Return the settings that two runs must share to compute the same from the same checkpoint."
-    grouped = {
-        name
-        for name, field in RunConfig.model_fields.items()
-        if field.json_schema_extra["group"] in _GROUPS
-    }
-    counted = grouped - _NOT_COUNTED
-    if cfg.lr_scheduler == "constant":
-        counted -= _LENGTH
+    more = {"dtype"} if cfg.lr_scheduler == "constant" else {"dtype", *_LENGTH}
     return {
-        **cfg.model_dump(include=counted | {"seed", "dtype"}),
+        **experiment_settings(cfg),
+        **cfg.model_dump(include=more),
         "slice": list(slice),
         "rows_a_step": rows_a_step,
     }

@@ -96,11 +96,11 @@ def test_an_interrupt_saves_and_the_kernel_keeps_running(kernel, run_root):
     assert saved == f"opt-tiny_0-5000-step-{step}"
     # training resumes where it stopped, even with one rank
     shown = k.run(
-        f"again = launch(RunConfig({plain}, batch_size=16, nproc=1, max_steps=2)); "
-        "print(again.metrics[0]['step'], again.metrics[0]['samples_seen'])"
+        f"again = launch(RunConfig({plain}, batch_size=16, nproc=1, max_steps={step + 2})); "
+        f"print(again.metrics[{step}]['step'], again.metrics[{step}]['samples_seen'])"
     )
     assert (
-        f"continues from checkpoint {saved}" in shown and f"{step + 1} {16 * (step + 1)}" in shown
+        f"resumes from its checkpoint {saved}" in shown and f"{step + 1} {16 * (step + 1)}" in shown
     )
 
 

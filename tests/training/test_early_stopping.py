@@ -91,12 +91,12 @@ def test_the_next_slice_continues_from_the_best_and_the_same_slice_from_the_newe
 
 
 def test_a_second_start_has_nothing_left_to_train(stopped_early, server):
-    again = server.finish(stopped_early.config().replace(run_name="again"))
+    again = server.finish(stopped_early.config().replace(run_name=None))
     status = again.status()
     assert (
-        status["state"] == "done"
+        status["state"] == "nothing to do"
         and again.metrics() == []
-        and "was stopped early, by patience=3" in status["message"]
+        and "were trained until patience=3 was over" in status["message"]
     )
     assert status["exported_checkpoint"] == stopped_early.status()["best"]["checkpoint"], (
         "even if another run saved it"

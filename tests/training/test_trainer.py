@@ -113,7 +113,7 @@ def test_next_slice_continues_and_a_finished_one_is_not_repeated(train, run_root
         "samples_seen"
     ] == 128
     again = train(cfg.replace(start_idx=48, end_idx=80, num_epochs=1))
-    assert again.state == "done" and not again.metrics
+    assert again.state == "nothing to do" and not again.metrics
     more = train(cfg.replace(start_idx=48, end_idx=80, initial_epoch=2, num_epochs=1))
     assert [(m["step"], m["epoch"]) for m in more.metrics] == [(9, 2), (10, 2)]
 
