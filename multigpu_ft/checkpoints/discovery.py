@@ -169,6 +169,8 @@ def asked_name(run_dir: RunDir) -> str | None:
         return status["asked_name"]
     try:
         cfg = _known_settings(read_json(run_dir.main.path / "config.json"))
+    except FileNotFoundError:
+        return None
     except ValueError:
         return run_dir.main.name
     unnamed = rf"{re.escape(short_name(cfg.model))}_{cfg.start_idx}-(\d+|end)(-\d+)?"
