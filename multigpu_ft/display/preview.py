@@ -70,7 +70,7 @@ def _cut_off(example: dict[str, Any], max_length: int) -> str:
     mark = f"✂ cut at max_length={max_length:,}; {lost:,} tokens are not read:"
     return (
         f'<div style="border-top:2px dashed #d32f2f;margin-top:4px"><b>{mark}</b></div>'
-        f'<span style="opacity:0.6;text-decoration:line-through">{escape(example["rest"])}</span> …'
+        f'<span style="opacity:0.6;text-decoration:line-through">{escape(example["rest"].lstrip())}</span> …'
     )
 
 
