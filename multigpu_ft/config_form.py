@@ -716,7 +716,8 @@ _STYLE = """<style>
 .multigpu-form .widget-button.multigpu-copy { width: max-content; height: 22px; line-height: 20px; }
 .multigpu-codehead { display: flex; gap: 1em; align-items: center; justify-content: space-between; }
 @container (max-width: 60em) {
-  .multigpu-fields { grid-template-columns: minmax(18em, 25em) minmax(12em, 1fr); }
+  .multigpu-fields { --multigpu-label: 12.4em;
+    grid-template-columns: minmax(18em, 26em) minmax(12em, 1fr); }
   .multigpu-note { -webkit-line-clamp: 3; min-height: 4.05em; }
   .multigpu-form .lm-TabBar-content { flex-wrap: wrap; }
   .multigpu-form .lm-TabBar-tab { min-width: max-content !important; }
@@ -736,6 +737,7 @@ _STYLE = """<style>
 .multigpu-form .multigpu-wrong :is(input, select) { box-shadow: inset 0 0 0 2px var(--multigpu-red); }
 .multigpu-form .multigpu-changed :is(.widget-label, .widget-label-basic span) { font-weight: 700; }
 .multigpu-form pre { user-select: all; white-space: pre-wrap; margin: 2px 0 8px; padding: 6px 10px; color: inherit; }
+.multigpu-form pre { word-break: normal; overflow-wrap: anywhere; }
 .multigpu-form pre { border-radius: 4px; background: rgba(128, 128, 128, 0.15); }
 </style>"""
 
