@@ -14,7 +14,7 @@ import torch
 from harness.runs import BIN, REPO
 
 from multigpu_ft import ConfigError, ModelError, RunConfig, estimate, launch
-from multigpu_ft.memory.api import gpus_here, plan_memory
+from multigpu_ft.memory.api import gpus_here, plan_memory, too_slow_here
 from multigpu_ft.memory.fit import NoEstimate, Simulations, _guess, decide, remedies, simulations
 from multigpu_ft.run.environment import GPU, find_gpu
 
@@ -385,6 +385,28 @@ def test_launch_refuses_a_run_that_cannot_fit(two_t4, tmp_path, little):
     assert plan_memory(cfg.replace(memory_check="off")) == ({}, [])
     plan, said = plan_memory(cfg.replace(model="nobody/has-this"))
     assert plan == {} and "not known beforehand" in said[0]
+
+
+def test_launch_says_that_a_model_is_too_large_for_a_cpu(tmp_path, monkeypatch, capfd):
+    "Before anything starts, and as a remark only: the user decides."
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    monkeypatch.setattr("multigpu_ft.launcher.api.start_agent", lambda run_dir: 1 / 0)
+    data = tmp_path / "x.jsonl"
+    data.write_text('{"text": "some words"}\n' * 640)
+    cfg = RunConfig.preset(
+        "opt-1.3b-arxiv", dataset=str(data), run_root=str(tmp_path / "runs"), resume_file="none"
+    )
+    with pytest.raises(ZeroDivisionError):
+        launch(cfg)
+    said = " ".join(capfd.readouterr().err.split())
+    assert "opt-1.3b has 1.3B parameters and would train on the CPU" in said
+    assert "a step and up to" in said and "builtin:opt-tiny" in said
+    assert too_slow_here(cfg.replace(model="builtin:opt-tiny")) is None
+    assert plan_memory(cfg.replace(memory_check="off")) == ({}, [])
+
+
+def test_a_model_with_gpus_is_not_too_slow(two_t4):
+    assert too_slow_here(RunConfig.preset("opt-1.3b-arxiv")) is None
 
 
 def test_a_run_follows_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, monkeypatch):
