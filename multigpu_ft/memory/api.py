@@ -133,7 +133,6 @@ def _rows(cfg: RunConfig) -> tuple[int, bool]:
 def _settings(fit: Fit) -> dict[str, Any]:
     "Return the settings, given or decided."
     found, cfg = fit.found, fit.cfg
-    blocks = {0: "none", 1: "all"}.get(found["every"], f"every {found['every']}th")
     return {
         "strategy": cfg.strategy,
         "dtype": cfg.dtype,
@@ -142,7 +141,7 @@ def _settings(fit: Fit) -> dict[str, Any]:
         "optimizer": cfg.optimizer,
         "batch_size": cfg.batch_size,
         "accum_steps": cfg.accum_steps,
-        "checkpointed_blocks": blocks,
+        "checkpointed_blocks": found["checkpointed_blocks"],
         "communication": found["communication"],
         "trainable_parameters": found["trainable"],
         "parameters": found["parameters"],

@@ -22,7 +22,7 @@ from typing import Any
 
 import multigpu_ft
 from ..run import errors
-from ..run.config import BUILTIN_MODEL, RunConfig
+from ..run.config import BUILTIN_MODEL, OPTIMIZERS, RunConfig
 from ..run.environment import GPU
 from ..run.errors import ConfigError
 
@@ -376,11 +376,7 @@ def _changes(fit: Fit) -> Iterator[dict[str, Any]]:
     sharded = [{"strategy": "fsdp"}] if gpus > 1 and cfg.strategy != "fsdp" else []
     if cfg.strategy == "fsdp" and fit.found["communication"] == "window":
         sharded = [{"communication": "micro_batch"}]
-    eight = (
-        [{"optimizer": "adamw_8bit"}]
-        if cfg.optimizer == "adamw" and cfg.strategy in ("ddp", "single") and cfg.tuning == "full"
-        else []
-    )
+    lighter = [{"optimizer": name} for name in _lighter_optimizers(cfg)]
     last = {**(smaller[-1] if smaller else {}), **(full if again else {})}
     yield from smaller
     yield from again
@@ -389,8 +385,8 @@ def _changes(fit: Fit) -> Iterator[dict[str, Any]]:
     if last:
         yield last
         yield from ({**s, **last} for s in sharded)
-    yield from eight
-    yield from ({**e, **last} for e in eight)
+    yield from lighter
+    yield from ({**one, **last} for one in lighter)
     if cfg.strategy == "fsdp":
         yield {**last, "sharding": "full_shard", "communication": "micro_batch"}
     tunings = {"full": ("lora", "qlora"), "lora": ("qlora",), "lora8bit": ("qlora",)}.get(
@@ -405,6 +401,15 @@ def _changes(fit: Fit) -> Iterator[dict[str, Any]]:
         yield change
         yield {**change, **last}
         yield from ({**change, **s, **last} for s in sharded)
+
+
+def _lighter_optimizers(cfg: RunConfig) -> list[str]:
+    "Return the optimizers with smaller moments that work under the strategy."
+    if cfg.tuning != "full":  # an adapter has few moments
+        return []
+    now, cuts = OPTIMIZERS[cfg.optimizer], cfg.strategy not in ("ddp", "single")
+    smaller = {n: one for n, one in OPTIMIZERS.items() if one.moment_bytes < now.moment_bytes}
+    return [name for name, one in smaller.items() if one.shards or not cuts]
 
 
 @dataclass(frozen=True)
