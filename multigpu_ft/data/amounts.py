@@ -132,7 +132,9 @@ class Amounts:
         if self.packing == "packed":
             sequences = f"packed into {sequences}"
         if self.packing == "padded":
-            sequences, about = "each row a sequence", ""
+            # how many there are does not depend on the texts
+            sequences = "each row a sequence"
+            about = "" if self.rows_are_known else "at most "
         passes = f" in {self.epochs:,} epochs" if self.epochs > 1 else ""
         steps = f"{self.steps:,} step{'s' * (self.steps != 1)}"
         if self.steps == self.max_steps:

@@ -867,6 +867,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_length": 512,
         "activation_checkpointing": "full",
         "max_grad_norm": 1.0,
+        # two of 16 GB don't fit on a disk of 20 GB
+        "keep": 1,
     },
     "qwen3-lora-chat": {
         "model": "Qwen/Qwen3-0.6B",
@@ -925,11 +927,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Beside the packages, the Hub (or copies in folders) and, without a GPU, patience.
 PRESET_NEEDS = {
     "tiny": "nothing: 2 CPU cores, no network",
-    "opt-1.3b-arxiv": "2 GPUs of 16 GB; 5 GB of disk for the model, 16 GB for a checkpoint",
+    "opt-1.3b-arxiv": (
+        "2 GPUs of 16 GB; 5 GB of disk for the model, 19 GB for a checkpoint and the export, 16 GB "
+        "more to continue from a checkpoint. If a GPU runs out of memory: first batch_size=1, "
+        "accum_steps=32; then max_length=256"
+    ),
     "qwen3-lora-chat": "1 GPU of 16 GB or several; 2 GB of disk",
     "qwen3-14b-qlora": (
-        "2 GPUs of 16 GB; multigpu_ft[quantization]; 30 GB of disk for the model (on Kaggle, "
-        "attach it as an input)"
+        "2 GPUs of 16 GB, which it fills; multigpu_ft[quantization]; 30 GB of disk for the model "
+        "(on Kaggle, attach it as an input). If a GPU runs out of memory: first max_length=512; "
+        "then lora_target_modules='attention'"
     ),
     "bert-sst2-lora": "any GPU (on one: multigpu_ft[quantization], or quantization='none'); 1 GB of disk",
     "distilbert-sst2": "any GPU; 3 GB of disk",
