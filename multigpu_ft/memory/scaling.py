@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..display.plots import INK, new_figure, picture_style, png_bytes
+from ..display.plots import png_bytes
 from ..display.tables import html_table
 from .fit import simulations
 from ..run.config import RunConfig
@@ -281,10 +281,11 @@ _COLORS = {
 }
 
 
-@picture_style()
 def _figure(paper: Communication) -> Any:
-    figure, panels = new_figure(8.6, 3.3, columns=2)
-    share, sent = panels[0]
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.6, 3.3), dpi=110, layout="constrained")
+    share, sent = figure.subplots(1, 2)
     for layout in _layouts(paper):
         costs = paper.of(layout)
         fits = [paper.fits(cost) for cost in costs]
@@ -314,21 +315,21 @@ def _draw(
     nodes, color = [cost.nodes for cost in costs], _COLORS[costs[0].layout]
     axes.plot(nodes, values, style, color=color, linewidth=1.6, label=label)
     for x, y, is_full in zip(nodes, values, fits, strict=True):
-        fill = color if is_full else "none"
+        fill = color if is_full else "white"
         axes.plot([x], [y], "o", color=color, markersize=5, markerfacecolor=fill)
 
 # %% ../../nbs/memory/05_scaling.ipynb #d2656914
 def _label_share(axes: Any, most: float) -> None:
     limit = 100 * (1 - _WORTH)
-    small = {"textcoords": "offset points", "fontsize": 8, "color": INK}
-    axes.axhline(limit, color=INK, linewidth=1, linestyle="--")
+    small = {"textcoords": "offset points", "fontsize": 8, "color": "#555555"}
+    axes.axhline(limit, color="#7a7a7a", linewidth=1, linestyle="--")
     axes.annotate(f"{_WORTH:.0%} efficiency", (1, limit), (0, 3), **small)
     axes.set(ylabel="% of a step, not hidden", ylim=(0, max(30, 104 * most)))
 
 
 def _label_sent(axes: Any) -> None:
     key = "solid: inside a node   dotted: between nodes"
-    small = {"xycoords": "axes fraction", "fontsize": 8, "color": INK}
+    small = {"xycoords": "axes fraction", "fontsize": 8, "color": "#555555"}
     axes.set_ylabel("GB a GPU sends in a step")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
@@ -340,6 +341,8 @@ def _label_nodes(axes: Any, paper: Communication) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel(f"nodes of {paper.gpus} x {paper.gpu.name}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
 
 # %% ../../nbs/memory/05_scaling.ipynb #74522a84
 def _row(cost: Cost, fits: bool) -> dict[str, Any]:
