@@ -72,7 +72,8 @@ def _texts(cfg: RunConfig, rows: int) -> Iterator[tuple[str, int]]:
     fields = [cfg.text_field, *([cfg.text_pair_field] if cfg.text_pair_field else [])]
     for _, row in Source(cfg).rows(cfg.start_idx, cfg.start_idx + rows):
         if cfg.task == "chat":
-            turns = row.get(cfg.messages_field) or []
+            turns = row.get(cfg.messages_field)
+            turns = turns if isinstance(turns, list) else []
             said = [str(turn.get("content")) for turn in turns if isinstance(turn, dict)]
             yield "\n".join(said), _TURN_TOKENS * len(said)
         else:
@@ -144,7 +145,7 @@ class Amounts:
         tokens = "at most " if self.bound else "" if self.exact else "about "
         return f"{rows} {tokens}{self.tokens:,} tokens, {sequences}; {made}"
 
-
+# %% ../../nbs/data/06_amounts.ipynb #7c5185be
 _MOST_ROWS = 20_000
 
 

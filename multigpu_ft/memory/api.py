@@ -182,8 +182,8 @@ class Estimate:
     Sizes are in GiB, for one GPU unless stated. It has `peak_gib` with its `categories`; `fits`
     and the `verdict` in words; `phases`, the peak of each; `host_gib` at `load` and at `save`;
     `disk_gib` for a `checkpoint`, the `export` and all that are `kept`, with the number of
-    `checkpoints`; `amounts`, the rows, tokens and steps; `tokens_per_second` of all GPUs together
-    and `hours` at most, both None for a GPU of unknown speed; `remedies`; `assumptions`; and
+    `checkpoints`; `rows` of the slice, and `amounts`, the tokens and steps they make;
+    `tokens_per_second` of all GPUs together and `hours` at most, both None for a GPU of unknown speed; `remedies`; `assumptions`; and
     `simulation`, the `Fit` behind it."""
 
     def __init__(self, config: RunConfig, fit: Fit, found: list[Remedy], machine: Machine) -> None:
@@ -196,8 +196,10 @@ class Estimate:
         self.phases = {peak["phase"]: (peak["bytes"] + fit.context) / _GIB for peak in peaks}
         self.host_gib = {moment: size / _GIB for moment, size in host.items()}
         self.tokens_per_second = fit.tokens_per_second
-        self.amounts = read_amounts(fit.cfg, fit.found["packing"], fit.gpus)
-        most = self.amounts.rows * config.num_epochs * config.max_length
+        packing = fit.found["packing"].replace("auto", "bucketed")  # with flash_attention_2
+        self.amounts = read_amounts(fit.cfg, packing, fit.gpus)
+        self.rows = self.amounts.rows
+        most = self.rows * config.num_epochs * config.max_length
         if config.max_steps:
             most = min(most, config.max_steps * self.amounts.a_step * config.max_length)
         self.hours = most / self.tokens_per_second / 3600 if self.tokens_per_second else None
@@ -287,6 +289,28 @@ def _remarks(found: Estimate) -> list[str]:
     return said
 
 
+def _assumptions(found: Estimate) -> list[str]:
+    cfg, fit, amounts = found.decided, found.simulation, found.amounts
+    said = [
+        f"every micro-batch is as large as it can be: {cfg.batch_size} rows of "
+        f"{cfg.max_length:,} tokens, {fit.found['packing']}",
+        f"CUDA's context, kernels and NCCL take {fit.context / 2**20:,.0f} MiB; "
+        "the caching allocator takes what it would for these requests",
+        "a rank takes 1.9 GiB of the host's memory before the model, "
+        "and rank 0 reads all of it (frozen weights in the compute dtype, else fp32)",
+    ]
+    if found.tokens_per_second:
+        known = "" if amounts.rows_are_known else ", if the data has as many"
+        ends = f", at most max_steps={cfg.max_steps:,} steps" if cfg.max_steps else ""
+        said += [
+            "time: half of the data sheet's operations, three quarters of its bandwidth, "
+            "overlapped with transfers; rough, within a factor of two",
+            f"hours: {amounts.rows:,} rows{known}, all of max_length, "
+            f"{found.config.num_epochs} epoch(s){ends}; shorter texts take less",
+        ]
+    return said
+
+# %% ../../nbs/memory/06_api.ipynb #ddda36f0
 def _host_remarks(found: Estimate) -> Iterator[str]:
     "Yield what the host may lack."
     host = _host(found.machine)
@@ -319,28 +343,6 @@ def _if_it_does_not_fit(fit: Fit) -> str:
     "Say what to change first in a configuration that fits closely."
     changes = [", ".join(f"{name}={v!r}" for name, v in one.items()) for one in lighter(fit)[:3]]
     return f"if it doesn't fit after all, first {'; then '.join(changes)}"
-
-
-def _assumptions(found: Estimate) -> list[str]:
-    cfg, fit, amounts = found.decided, found.simulation, found.amounts
-    said = [
-        f"every micro-batch is as large as it can be: {cfg.batch_size} rows of "
-        f"{cfg.max_length:,} tokens, {fit.found['packing']}",
-        f"CUDA's context, kernels and NCCL take {fit.context / 2**20:,.0f} MiB; "
-        "the caching allocator takes what it would for these requests",
-        "a rank takes 1.9 GiB of the host's memory before the model, "
-        "and rank 0 reads all of it (frozen weights in the compute dtype, else fp32)",
-    ]
-    if found.tokens_per_second:
-        known = "" if amounts.rows_are_known else ", if the data has as many"
-        ends = f", at most max_steps={cfg.max_steps:,} steps" if cfg.max_steps else ""
-        said += [
-            "time: half of the data sheet's operations, three quarters of its bandwidth, "
-            "overlapped with transfers; rough, within a factor of two",
-            f"hours: {amounts.rows:,} rows{known}, all of max_length, "
-            f"{found.config.num_epochs} epoch(s){ends}; shorter texts take less",
-        ]
-    return said
 
 # %% ../../nbs/memory/06_api.ipynb #732241b0
 def _record(found: Estimate) -> dict[str, Any]:
@@ -394,7 +396,7 @@ def _table(found: Estimate) -> list[tuple[str, str]]:
     rows.append(("optimizer steps", str(found.amounts)))
     if found.tokens_per_second:
         speed = f"{found.tokens_per_second:,.0f} tokens/s"
-        time = f"at most {_time(found.hours)} for {found.amounts.rows:,} rows"
+        time = f"at most {_time(found.hours)} for {found.rows:,} rows"
         rows.append(("speed of all GPUs, roughly", f"{speed}; {time}"))
     return rows
 
