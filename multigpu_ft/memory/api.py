@@ -183,8 +183,8 @@ class Estimate:
     and the `verdict` in words; `phases`, the peak of each; `host_gib` at `load` and at `save`;
     `disk_gib` for a `checkpoint`, the `export` and all that are `kept`, with the number of
     `checkpoints`; `rows` of the slice, and `amounts`, the tokens and steps they make;
-    `tokens_per_second` of all GPUs together and `hours` at most, both None for a GPU of unknown speed; `remedies`; `assumptions`; and
-    `simulation`, the `Fit` behind it."""
+    `tokens_per_second` of all GPUs together and `hours` at most, both None for a
+    GPU of unknown speed; `remedies`; `assumptions`; and `simulation`, the `Fit` behind it."""
 
     def __init__(self, config: RunConfig, fit: Fit, found: list[Remedy], machine: Machine) -> None:
         self.config, self.decided, self.remedies = config, fit.cfg, found
