@@ -40,6 +40,7 @@ from multigpu_ft.run.config import (
     RunConfig,
 )
 from .run.errors import ConfigError
+from .run.numbers import change, held_out_changes
 from .run.run_dir import LIVE_STATES
 
 # %% ../nbs/01_config_form.ipynb #58c5611e
@@ -438,9 +439,11 @@ class _Started:
             return ", ".join(words)
         if total := status.get("total_steps"):
             words.append(f"{status.get('slice_step', 0):,} of {total:,} steps")
+        held_out = held_out_changes(status)
+        words += [f"{name} {scores}" for name, scores in held_out]
         before, after = status.get("loss_before"), status.get("loss_after")
-        if before is not None and after is not None:
-            words.append(f"loss {before:.4f} at the start, {after:.4f} at the end")
+        if not held_out and before is not None and after is not None:
+            words.append(f"loss {change('loss', before, after)}")
         if run.failure:
             words.append(next(iter(str(run.failure).splitlines()), ""))
         return " · ".join(words)

@@ -52,11 +52,11 @@ from ..distributed.strategies import Single
 from ..distributed.weights import make_4bit
 from .fake_strategies import STRATEGIES, SimulatedWorld
 from .tracker import MemoryTracker, read_peaks, reserved_bytes
-from ..models.blocks import transformer_blocks
+from ..models.blocks import checkpointed_blocks, transformer_blocks
 from ..models.loading import head_modules, load_shell, load_tokenizer
 from ..models.quantization import choose_quantization, count_weights, packed_layers
 from ..models.shapes import ARCHITECTURES
-from ..run.config import BUILTIN_MODEL, RunConfig
+from ..run.config import BUILTIN_MODEL, OPTIMIZERS, RunConfig
 from ..run.environment import GPU
 from ..run.errors import ConfigError, ModelError
 from ..tracking.metrics import Stopwatch, flops_per_token
@@ -340,6 +340,7 @@ def _simulate(
         **_speed(cfg, strategy, setup, gpu, gpus, micro_batches),
         **_choices(cfg, strategy, setup),
         "every": every,
+        "checkpointed_blocks": checkpointed_blocks(every),
     }
 
 
@@ -468,7 +469,7 @@ def _memory(cfg: RunConfig, strategy: Single, setup: _Setup) -> dict[str, Any]:
     saved = checkpoint_bytes(cfg, strategy)
     offloaded = 0
     if cfg.offload != "none":
-        offloaded += 16 * trainable
+        offloaded += (8 + OPTIMIZERS[cfg.optimizer].moment_bytes) * trainable
     if cfg.offload == "all":
         offloaded += strategy.dtype.itemsize * total
     ranks = setup.world.local_size
