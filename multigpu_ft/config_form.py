@@ -413,7 +413,7 @@ def _errors_of_data(cfg: RunConfig) -> dict[str, str]:
 
 # %% ../nbs/01_config_form.ipynb #3af415ee
 _LOST = ".jp-OutputArea-output.jupyter-widgets"  # a widget that is there is further inside
-_CHILD = ".jp-OutputArea-child"
+_CHILD = ":is(.jp-OutputArea-child, .output_area)"  # in JupyterLab, and in nbclassic
 _RECORD_STYLE = f"""<style>
 {_CHILD}:has(> {_LOST}):has(+ {_CHILD} .multigpu-record) {{ display: none; }}
 {_CHILD}:has(.multigpu-form) + {_CHILD}:has(.multigpu-not-run) {{ display: none; }}
@@ -624,7 +624,7 @@ class _MemoryLine:
             self._newest = cfg
             self._timer.cancel()
             if cfg is None:
-                set_if_new(self.html, _fine("memory: -"))
+                set_if_new(self.html, _fine("memory: estimated once what is marked ✗ is fixed"))
                 return
             self._timer = threading.Timer(_ESTIMATE_AFTER_S, self._estimate, (cfg,))
             self._timer.daemon = True
