@@ -15,6 +15,7 @@ import pytest
 import requests
 from harness.browser import make_notebook
 from harness.runs import until
+from nbconvert import HTMLExporter
 from papermill.cli import _resolve_type
 
 import multigpu_ft
@@ -532,6 +533,8 @@ def test_the_learning_rate_follows_model_and_tuning_while_it_is_empty():
         and f.call == "launch(RunConfig(model='facebook/opt-125m', tuning='lora'))"
     )
     f._widgets.picker.value = "opt-1.3b-arxiv"
+    assert f.config.tuning == "lora" and rate.value == "5e-06"
+    f._widgets.back.click()
     assert rate.value == "5e-06"
     rate.value = ""
     assert (
@@ -735,6 +738,8 @@ def test_the_saved_notebook_shows_what_was_run_without_a_kernel(lab, shots):
     saved = json.loads(notebook.read_text())["cells"][0]["outputs"]
     texts = ["".join(output["data"]["text/plain"]) for output in saved]
     assert any(text.startswith("mine: done") and code in text for text in texts)
+    converted = unescape(HTMLExporter().from_filename(str(notebook))[0])
+    assert "mine: done" in converted and code in converted
     headers = {"Authorization": f"token {here.token}"}
     for session in requests.get(f"{here.url}api/sessions", headers=headers).json():
         requests.delete(f"{here.url}api/sessions/{session['id']}", headers=headers)
