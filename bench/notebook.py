@@ -52,7 +52,6 @@ def journey(folder):
         page.field("run_name").wait_for()
         leg("the cell with the form to the form")
         page.type("run_name", "mine")
-        page.page.get_by_role("tab", name=re.compile("^data")).click()
         page.type("end_idx", "4000")
         page.wait_for_text("end_idx=4000", 20, 0)
         leg("two fields filled to the call that is shown")

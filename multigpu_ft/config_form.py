@@ -7,13 +7,15 @@ __all__ = ['Form', 'form']
 
 # %% ../nbs/01_config_form.ipynb #7860f1a8
 import io
+import os
 import re
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -22,13 +24,24 @@ import ipywidgets as w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from .data.checks import data_errors
+from .data.sources import is_file_name
 from .display.panel import CellOutput, has_viewer, set_if_new
+from .display.preview import preview_html
 from .launcher.api import launch
 from .launcher.commands import recipe
 from .launcher.run import Run
-from .memory.api import estimate
-from .run.config import PRESET_NEEDS, PRESETS, RunConfig
+from .memory.api import estimate, too_slow_here
+from multigpu_ft.run.config import (
+    BUILTIN_DATASET,
+    BUILTIN_MODEL,
+    PRESET_NEEDS,
+    PRESETS,
+    RunConfig,
+)
 from .run.errors import ConfigError
+from .run.numbers import change, held_out_changes
+from .run.run_dir import LIVE_STATES
 
 # %% ../nbs/01_config_form.ipynb #58c5611e
 def _kinds(info: FieldInfo) -> tuple[Any, ...]:
@@ -91,6 +104,44 @@ def _reads_as_other(text: str) -> bool:
         return text in ("True", "False", "None") or float(text) is not None
     except ValueError:
         return False
+
+# %% ../nbs/01_config_form.ipynb #09a80f23
+_BASIC = (
+    *("model", "tuning", "lora_r"),
+    *("dataset", "dataset_split", "task", "text_field", "label_field", "messages_field"),
+    *("start_idx", "end_idx", "eval_split", "eval_start_idx"),
+    *("max_length", "num_epochs", "batch_size", "learning_rate", "run_name"),
+)
+_ADAPTER = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+
+
+def _on_hub(dataset: str) -> bool:
+    here = dataset == BUILTIN_DATASET or os.path.isfile(os.path.expanduser(dataset))
+    return not here and not is_file_name(dataset)
+
+
+def _idle(cfg: RunConfig) -> set[str]:
+    "Return the fields that have no effect in `cfg`, whatever their value."
+    classifies, chats = cfg.task == "classification", cfg.task == "chat"
+    used = {
+        (*_ADAPTER, "quantization", "merge_adapter"): cfg.tuning != "full",
+        ("revision",): cfg.model != BUILTIN_MODEL,
+        ("text_field",): not chats,
+        ("messages_field",): chats,
+        ("text_pair_field", "label_field"): classifies,
+        ("dataset_split", "dataset_revision"): _on_hub(cfg.dataset),
+        ("eval_split",): _on_hub(cfg.eval_dataset or cfg.dataset),
+        ("slice_size",): cfg.end_idx is None,
+        ("eval_end_idx", "eval_every", "patience", "keep_best"): cfg.evaluates,
+        ("sharding", "communication"): cfg.strategy in ("auto", "fsdp"),
+        ("deepspeed_config", "offload"): cfg.zero_stage > 0,
+        ("join_timeout_s",): cfg.nnodes > 1,
+        ("resume_scope",): cfg.resume_file != "none",
+        ("hf_private",): bool(cfg.hf_repo),
+        ("histogram_every",): bool(cfg.trackers),
+        ("log_artifacts",): "wandb" in cfg.trackers,
+    }
+    return {name for names, has_effect in used.items() if not has_effect for name in names}
 
 # %% ../nbs/01_config_form.ipynb #d2a35a5f
 _NEAR = 64  # more whole numbers than this can't be told apart on a slider
@@ -207,11 +258,17 @@ class _Field:
 
     def tell(self, error: str, was: str) -> None:
         "Update the note. `was`: the value before the user's change, in words."
-        wrong = f'<div class="multigpu-bad">✗ {escape(error)}</div>' if error else ""
+        wrong = f'<span class="multigpu-bad">✗ {escape(error)}</span> ' if error else ""
         changed = f"<b>• {escape(was)}</b>&ensp;" if was else ""
-        set_if_new(self.note, f'{wrong}{changed}<span class="multigpu-help">{self._help}</span>')
-        self._mark("multigpu-wrong", bool(error))
-        self._mark("multigpu-changed", bool(was))
+        whole = f"{escape(error, quote=True)} {self._help}".strip()
+        words = f'{wrong}{changed}<span class="multigpu-help">{self._help}</span>'
+        set_if_new(self.note, f'<div class="multigpu-note" title="{whole}">{words}</div>')
+        _mark(self.input, "multigpu-wrong", bool(error))
+        _mark(self.input, "multigpu-changed", bool(was))
+
+    def hide(self, hidden: bool) -> None:
+        for part in self.parts:
+            _mark(part, "multigpu-hidden", hidden)
 
     def _number(self) -> float | None:
         try:
@@ -230,9 +287,10 @@ class _Field:
         if number is None or abs(number - change["new"]) >= self.slider.step / 2:
             self.input.value = _words(round(change["new"], 4))
 
-    def _mark(self, name: str, on: bool) -> None:
-        if on != (name in self.input._dom_classes):
-            (self.input.add_class if on else self.input.remove_class)(name)
+
+def _mark(widget: w.Widget, name: str, on: bool) -> None:
+    if on != (name in widget._dom_classes):
+        (widget.add_class if on else widget.remove_class)(name)
 
 
 def _fine(text: str) -> str:
@@ -260,12 +318,10 @@ def _check(values: dict[str, Any]) -> tuple[RunConfig | None, dict[str, str]]:
 def _beside(errors: dict[str, str]) -> dict[str, str]:
     """Return the text to show beside each field.
 
-    An error of several fields names them as `name=value`; an error that names only one belongs
-    beside it."""
+    An error of several fields names them as `name=value`."""
     together = errors.get("", "")
     named = [name for name in RunConfig.model_fields if re.search(rf"\b{name}=", together)]
-    words = together if len(named) == 1 else "conflicts with another field, see below"
-    return {**dict.fromkeys(named, words), **errors}
+    return {**dict.fromkeys(named, together), **errors}
 
 # %% ../nbs/01_config_form.ipynb #9e0f6a51
 @dataclass(frozen=True)
@@ -276,16 +332,19 @@ class _Draft:
     values: dict[str, Any]
     valid: RunConfig | None
     errors: dict[str, str]
+    of_data: dict[str, str]  # errors of its data, by field
 
     @classmethod
-    def read(cls, preset: str, values: dict[str, Any]) -> "_Draft":
-        return cls(preset, values, *_check(values))
+    def read(
+        cls, preset: str, values: dict[str, Any], of_data: dict[str, str] | None = None
+    ) -> "_Draft":
+        return cls(preset, values, *_check(values), of_data or {})
 
     @classmethod
     def of(cls, cfg: RunConfig) -> "_Draft":
         "Return `cfg` as a draft beside the preset that it differs least from."
         preset = min(["", *PRESETS], key=lambda preset: len(_changes(cfg, preset)))
-        return cls(preset, dict(cfg), cfg, {})
+        return cls(preset, dict(cfg), cfg, {}, {})
 
     @property
     def config(self) -> RunConfig:
@@ -302,12 +361,121 @@ class _Draft:
 
     @property
     def complaints(self) -> list[str]:
-        return [f"✗ {name}: {why}" if name else f"✗ {why}" for name, why in self.errors.items()]
+        all_errors = {**self.of_data, **self.errors}
+        return [_complaint(name, why) for name, why in all_errors.items()]
+
+    @property
+    def wrong(self) -> dict[str, str]:
+        "The text to show beside each field that is wrong."
+        return {**self.of_data, **_beside(self.errors)}
 
     def __str__(self) -> str:
         if self.valid:
             return f"{self.call}\n{self.command}"
         return "\n".join(["fix first:", *self.complaints])
+
+
+def _complaint(name: str, why: str) -> str:
+    says_it = not name or why.startswith(name)
+    return f"✗ {why}" if says_it else f"✗ {name}: {why}"
+
+# %% ../nbs/01_config_form.ipynb #5187180b
+_CHECK_AFTER_S = 0.3  # without a keystroke
+
+
+class _DataCheck:
+    "Looks for errors in the newest configuration's data; passes it and what is found to `found`."
+
+    def __init__(self, found: Callable[[RunConfig, dict[str, str]], None]) -> None:
+        self._found, self._newest = found, None
+        self._timer = threading.Timer(0, lambda: None)
+
+    def look(self, cfg: RunConfig | None) -> None:
+        "Look once typing pauses. `None`: a field is wrong."
+        self._timer.cancel()
+        self._newest = cfg
+        if cfg is not None:
+            self._timer = threading.Timer(_CHECK_AFTER_S, self._look, (cfg,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _look(self, cfg: RunConfig) -> None:
+        errors = _errors_of_data(cfg)
+        if cfg is self._newest:
+            self._found(cfg, errors)
+
+
+def _errors_of_data(cfg: RunConfig) -> dict[str, str]:
+    try:
+        return data_errors(cfg)
+    except Exception:  # a form without this check is still a form, and the run says what is wrong
+        return {}
+
+# %% ../nbs/01_config_form.ipynb #3af415ee
+_LOST = ".jp-OutputArea-output.jupyter-widgets"  # a widget that is there is further inside
+_CHILD = ":is(.jp-OutputArea-child, .output_area)"  # in JupyterLab, and in nbclassic
+_RECORD_STYLE = f"""<style>
+{_CHILD}:has(> {_LOST}):has(+ {_CHILD} .multigpu-record) {{ display: none; }}
+{_CHILD}:has(.multigpu-form) + {_CHILD}:has(.multigpu-not-run) {{ display: none; }}
+</style>"""
+_CODE_STYLE = (
+    "white-space:pre-wrap;overflow-wrap:anywhere;user-select:all;margin:2px 0 8px;padding:6px 10px;"
+    "border-radius:4px;background:rgba(128,128,128,0.15);color:inherit"
+)
+
+
+@dataclass(frozen=True)
+class _Started:
+    "A run that was started from a form, with the code that does the same."
+
+    run: Run
+    call: str
+    at: str
+
+    def __str__(self) -> str:
+        run, status = self.run, self.run.status
+        words = [f"{run.name}: {run.state}", f"started {self.at}"]
+        if run.state in LIVE_STATES:
+            return ", ".join(words)
+        if total := status.get("total_steps"):
+            words.append(f"{status.get('slice_step', 0):,} of {total:,} steps")
+        held_out = held_out_changes(status)
+        words += [f"{name} {scores}" for name, scores in held_out]
+        before, after = status.get("loss_before"), status.get("loss_after")
+        if not held_out and before is not None and after is not None:
+            words.append(f"loss {change('loss', before, after)}")
+        if run.failure:
+            words.append(next(iter(str(run.failure).splitlines()), ""))
+        return " · ".join(words)
+
+
+def _record(call: str, started: list[_Started]) -> dict[str, str]:
+    "Return the record as HTML and as text. `call`: the code of a form from which nothing was run."
+    entries = [(str(each), each.call) for each in started] or [("not run; in the form:", call)]
+    parts = "".join(
+        f'<div>{escape(said)}</div><pre style="{_CODE_STYLE}">{escape(code)}</pre>'
+        for said, code in entries
+    )
+    name = "multigpu-record" if started else "multigpu-record multigpu-not-run"
+    return {
+        "text/html": f'{_RECORD_STYLE}<div class="{name}">{parts}</div>',
+        "text/plain": "\n".join(line for entry in entries for line in entry),
+    }
+
+
+class _RecordOutput:
+    "An output of the cell that makes it, for the record."
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+        self._shown: dict[str, str] = {}
+
+    def show(self, record: dict[str, str]) -> None:
+        if record != self._shown:
+            self._shown = record
+            self._handle.update(record, raw=True)
 
 # %% ../nbs/01_config_form.ipynb #af242220
 class _Heard(io.StringIO):
@@ -329,6 +497,47 @@ def _launch(cfg: RunConfig, output: CellOutput | None) -> tuple[Run, str]:
         run = launch(cfg, wait=False, panel=output)
     return run, heard.getvalue().strip()
 
+# %% ../nbs/01_config_form.ipynb #da5e853f
+def _too_slow(cfg: RunConfig) -> str | None:
+    try:
+        return too_slow_here(cfg)
+    except Exception:  # of a model that can't be found; the run says so
+        return None
+
+
+class _Doubts:
+    """What speaks against a configuration when Run is pressed, as HTML in `remark`.
+
+    A warning counts once: the next press starts the same configuration."""
+
+    def __init__(self) -> None:
+        self.remark = ""
+        self._about: RunConfig | None = None
+        self._is_warning = False
+
+    def refuse(self, cfg: RunConfig) -> None:
+        "Say that `cfg` is not started because of the errors that are shown."
+        self._about, self._is_warning = cfg, False
+        self.remark = "<div><b>not started:</b></div>"
+
+    def warn(self, cfg: RunConfig) -> bool:
+        "Return whether there is something to warn of before `cfg` is started."
+        if self.warned(cfg):
+            return False
+        if warning := _too_slow(cfg):
+            self._about, self._is_warning = cfg, True
+            words = f"⚠ {escape(warning)} <b>Run anyway</b> starts it all the same."
+            self.remark = f'<div role="alert">{words}</div>'
+        return bool(warning)
+
+    def warned(self, cfg: RunConfig | None) -> bool:
+        return self._is_warning and cfg is not None and cfg == self._about
+
+    def forget(self, unless: RunConfig | None = None) -> None:
+        "Forget what was said, unless it was of that configuration."
+        if self._about is not None and unless != self._about:
+            self._about, self._is_warning, self.remark = None, False, ""
+
 # %% ../nbs/01_config_form.ipynb #08a6666f
 class _Runner:
     """Starts a form's runs, one at a time.
@@ -337,27 +546,37 @@ class _Runner:
     `changed` is called when they change."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        self.run: Run | None = None
+        self.started: list[_Started] = []
         self.output: CellOutput | None = None
-        self.busy, self.remark = "", ""
+        self.busy, self.remark, self.doubts = "", "", _Doubts()
         self._changed = changed
         self._lock = threading.Lock()  # each click has a thread of its own
 
-    def start(self, cfg: RunConfig) -> None:
-        "Start a run, unless one is still running."
+    @property
+    def run(self) -> Run | None:
+        "The run that was started last."
+        return self.started[-1].run if self.started else None
+
+    def start(self, cfg: RunConfig, call: str) -> None:
+        "Start a run of `cfg`, which `call` starts as well, unless one is still running."
         with self._lock:
             if self.busy:
                 return
             self.busy, self.remark = "starting", ""
         self._changed()
+        if self.doubts.warn(cfg):
+            self.busy = ""
+            self._changed()
+            return
+        self.doubts.forget()
         try:
-            self.run, said = _launch(cfg, self.output)
+            run, said = _launch(cfg, self.output)
         except Exception as error:  # a button's traceback would be lost in the browser's log
             words = f"✗ {type(error).__name__}: {escape(str(error))}"
             self.busy = ""
             self.remark = f'<div class="multigpu-bad" role="alert">{words}</div>'
         else:
-            run = self.run
+            self.started.append(_Started(run, call, time.strftime("%Y-%m-%d %H:%M")))
             self.busy, self.remark = f"running: {run.name}", f"<div>{escape(said)}</div>"
             name = f"form-{run.name}"
             threading.Thread(target=self._watch, args=(run,), name=name, daemon=True).start()
@@ -398,14 +617,15 @@ class _MemoryLine:
     def show(self, cfg: RunConfig | None) -> None:
         """Estimate `cfg` once typing pauses, so that it never delays a keystroke.
 
-        `None`: a field is wrong."""
+        `None`: a field is wrong, or its data."""
         with self._lock:
             if cfg == self._newest:
                 return
             self._newest = cfg
-            if cfg is None:
-                return
             self._timer.cancel()
+            if cfg is None:
+                set_if_new(self.html, _fine("memory: estimated once what is marked ✗ is fixed"))
+                return
             self._timer = threading.Timer(_ESTIMATE_AFTER_S, self._estimate, (cfg,))
             self._timer.daemon = True
             self._timer.start()
@@ -420,19 +640,94 @@ class _MemoryLine:
             if cfg == self._newest:
                 set_if_new(self.html, _fine(f"memory: {words}"))
 
+# %% ../nbs/01_config_form.ipynb #c9c09626
+_READ_BY = [
+    name
+    for name, info in RunConfig.model_fields.items()
+    if info.json_schema_extra["group"] in ("model", "data")
+    and name not in ("tuning", "quantization", "merge_adapter", *_ADAPTER)
+]
+
+
+def _preview_words(cfg: RunConfig) -> str:
+    try:
+        return preview_html(cfg)
+    except Exception as error:  # of the data, the model, the network
+        return f'<div class="multigpu-bad" role="alert">✗ no preview: {escape(str(error))}</div>'
+
+
+class _Preview:
+    "Three examples as the model will read them, in `html`, when `button` is pressed."
+
+    def __init__(self, layout: w.Layout) -> None:
+        self.html = w.HTML(layout=layout)
+        tooltip = "three examples as the model will read them"
+        self.button = w.Button(description="Preview", tooltip=tooltip)
+        self._newest: RunConfig | None = None
+        self._of: RunConfig | None = None
+        self._found = ""
+        self._lock = threading.Lock()  # a click has a thread of its own
+
+    def press(self, cfg: RunConfig) -> None:
+        """Read the examples of `cfg`, in a thread, since the tokenizer takes seconds; hide them if
+        they are shown."""
+        with self._lock:
+            if self.button.disabled:
+                return
+            if self._is_of(cfg):
+                self._of = None
+                self.show(cfg)
+                return
+            self.button.disabled = True
+        self._of, self._found = cfg, "<div>reading tokenizer and data ...</div>"
+        self.show(cfg)
+        threading.Thread(target=self._read, args=(cfg,), name="form-preview", daemon=True).start()
+
+    def _read(self, cfg: RunConfig) -> None:
+        self._found = _preview_words(cfg)
+        self.button.disabled = False
+        self.show(self._newest)
+
+    def show(self, cfg: RunConfig | None) -> None:
+        "Show the examples, and if they are not of `cfg`, the settings in the fields, say so."
+        self._newest = cfg
+        same = self._is_of(cfg)
+        set_if_new(self.button, "Hide preview" if same else "Preview", "description")
+        head = "as the model will read them" if same else "of earlier settings: press Preview again"
+        words = f"<div><b>Examples</b>, {head}</div>{self._found}" if self._of else ""
+        set_if_new(self.html, words)
+
+    def _is_of(self, cfg: RunConfig | None) -> bool:
+        both = cfg is not None and self._of is not None
+        return both and all(getattr(cfg, name) == getattr(self._of, name) for name in _READ_BY)
+
 # %% ../nbs/01_config_form.ipynb #910614a7
 _STYLE = """<style>
 .multigpu-form { --multigpu-label: 14.6em; --multigpu-red: var(--jp-error-color1, #d32f2f); max-width: 78em; }
 .multigpu-form { --jp-widgets-dropdown-arrow: url("data:image/svg+xml,\
 %3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='-4 0 26 18'%3E\
 %3Cpath d='M5 7l4 4 4-4' fill='none' stroke='%23888' stroke-width='2'/%3E%3C/svg%3E"); }
-.multigpu-fields { display: grid; grid-template-columns: minmax(20em, 34em) minmax(14em, 1fr);
+.multigpu-form { container-type: inline-size; }
+.multigpu-fields { display: grid; grid-template-columns: minmax(20em, 32em) minmax(14em, 1fr);
   gap: 2px 1.2em; align-items: start; overflow: hidden; }
-.multigpu-form > .multigpu-fields { padding: 0 17px; }
-@media (max-width: 50em) {
-  .multigpu-fields { grid-template-columns: 1fr; }
+.multigpu-form > .multigpu-fields, .multigpu-basic { padding: 0 17px; }
+.multigpu-note { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 2;
+  overflow: hidden; min-height: 2.7em; }
+.multigpu-note:hover { -webkit-line-clamp: unset; }
+.multigpu-form .multigpu-hidden { display: none !important; }
+.multigpu-said { min-height: 2.7em; }
+.multigpu-form .widget-button.multigpu-copy { width: max-content; height: 22px; line-height: 20px; }
+.multigpu-codehead { display: flex; gap: 1em; align-items: center; justify-content: space-between; }
+@container (max-width: 60em) {
+  .multigpu-fields { --multigpu-label: 12.4em;
+    grid-template-columns: minmax(18em, 26em) minmax(12em, 1fr); }
+  .multigpu-note { -webkit-line-clamp: 3; min-height: 4.05em; }
   .multigpu-form .lm-TabBar-content { flex-wrap: wrap; }
   .multigpu-form .lm-TabBar-tab { min-width: max-content !important; }
+}
+@container (max-width: 40em) {
+  .multigpu-fields { grid-template-columns: 1fr; }
+  .multigpu-note { min-height: 2.7em; }
 }
 .multigpu-form .widget-label, .multigpu-form .widget-label-basic span { text-align: left; color: inherit; }
 .multigpu-form .widget-label-basic { display: flex; flex-direction: row-reverse;
@@ -445,6 +740,7 @@ _STYLE = """<style>
 .multigpu-form .multigpu-wrong :is(input, select) { box-shadow: inset 0 0 0 2px var(--multigpu-red); }
 .multigpu-form .multigpu-changed :is(.widget-label, .widget-label-basic span) { font-weight: 700; }
 .multigpu-form pre { user-select: all; white-space: pre-wrap; margin: 2px 0 8px; padding: 6px 10px; color: inherit; }
+.multigpu-form pre { word-break: normal; overflow-wrap: anywhere; }
 .multigpu-form pre { border-radius: 4px; background: rgba(128, 128, 128, 0.15); }
 </style>"""
 
@@ -455,86 +751,184 @@ def _grid(parts: list[w.Widget], layout: w.Layout) -> w.Box:
     return box
 
 
-class _Tabs:
-    "The fields, each group on a page of `widget`. `typed` is called when the user changes one."
+class _Fields:
+    """All fields, on the page `basic` and, each group on a page, in `tabs`.
 
-    def __init__(self, layout: w.Layout, typed: Callable[[], None]) -> None:
+    `changed` is called when the user changes one; `typed` names those."""
+
+    def __init__(self, layout: w.Layout, changed: Callable[[], None]) -> None:
         self.fields = [_Field(name, info, layout) for name, info in RunConfig.model_fields.items()]
-        self.groups = list(dict.fromkeys(field.group for field in self.fields))
-        pages = []
-        for group in self.groups:
-            parts = [part for field in self.fields if field.group == group for part in field.parts]
-            pages.append(_grid(parts, layout))
-        self.widget = w.Tab(pages, titles=self.groups)
-        self._writing = False
-        for field in self.fields:
-            field.input.observe(lambda _: None if self._writing else typed(), "value")
+        self.by_name = {each.name: each for each in self.fields}
+        groups = dict.fromkeys(each.group for each in self.fields)
+        self.groups = sorted(groups, key="run".__eq__)  # the place of files matters least
+        pages = [[each for each in self.fields if each.group == group] for group in self.groups]
+        self.tabs = w.Tab([self._page(page, layout) for page in pages], titles=self.groups)
+        self.basic = self._page([self.by_name[name] for name in _BASIC], layout)
+        self.basic.add_class("multigpu-basic")
+        self.typed: set[str] = set()
+        self._writing, self._changed = False, changed
+        for each in self.fields:
+            each.input.observe(lambda _, name=each.name: self._on_change(name), "value")
+
+    @staticmethod
+    def _page(fields: list[_Field], layout: w.Layout) -> w.Box:
+        return _grid([part for each in fields for part in each.parts], layout)
+
+    def _on_change(self, name: str) -> None:
+        if not self._writing:
+            self.typed.add(name)
+            self._changed()
 
     def values(self) -> dict[str, Any]:
-        return {name: value for field in self.fields for name, value in field.read().items()}
+        return {name: value for each in self.fields for name, value in each.read().items()}
 
-    def write(self, cfg: RunConfig) -> None:
-        """Set all fields.
+    def write(self, cfg: RunConfig, keep: set[str]) -> None:
+        """Set all fields but those named in `keep`.
 
         A field that depends on others stays empty while it has the value they give it."""
         alone = _follow(cfg)
         self._writing = True
-        for field in self.fields:
-            value = getattr(cfg, field.name)
-            follows = field.name in _FOLLOWING and value == getattr(alone, field.name)
-            set_if_new(field.input, field.shown(None if follows else value))
+        for each in self.fields:
+            value = getattr(cfg, each.name)
+            follows = each.name in _FOLLOWING and value == getattr(alone, each.name)
+            if each.name not in keep:
+                set_if_new(each.input, each.shown(None if follows else value))
         self._writing = False
+        self.typed = set(keep)
 
-    def changed(self, draft: _Draft) -> dict[str, str]:
+# %% ../nbs/01_config_form.ipynb #d906457d
+class _View:
+    "Shows a draft in `fields`. `idle` names the fields that have no effect."
+
+    def __init__(self, fields: _Fields) -> None:
+        self._fields = fields
+        self.idle: set[str] = set()
+        self._seen: set[str] | None = None
+
+    def changes(self, draft: _Draft) -> dict[str, str]:
         "Return the value of each changed field before the change, in words."
         start, origin = _start(draft.preset), "preset" if draft.preset else "default"
         if draft.valid:
             names = set(_changes(draft.valid, draft.preset))
         else:
             names = {
-                field.name
-                for field in self.fields
-                if field.name not in _FOLLOWING
-                and field.input.value != field.shown(getattr(start, field.name))
+                each.name
+                for each in self._fields.fields
+                if each.name not in _FOLLOWING
+                and each.input.value != each.shown(getattr(start, each.name))
             }
         return {name: f"{origin}: {_words(getattr(start, name)) or 'empty'}" for name in names}
 
-    def show(self, draft: _Draft, changed: dict[str, str]) -> None:
-        "Update the notes, the placeholders of fields that depend on others, and the titles."
-        wrong = _beside(draft.errors)
-        for field in self.fields:
-            field.tell(wrong.get(field.name, ""), changed.get(field.name, ""))
-            if field.name in _FOLLOWING and draft.valid:
-                value = _words(getattr(_follow(draft.valid), field.name))
-                set_if_new(field.input, f"empty: {value}", "placeholder")
-        titles = tuple(self._title(group, wrong, changed) for group in self.groups)
-        set_if_new(self.widget, titles, "titles")
+    def show(self, draft: _Draft, changes: dict[str, str]) -> None:
+        wrong = draft.wrong
+        if draft.valid:
+            self.idle = _idle(draft.valid)
+        self.idle -= wrong.keys() | changes.keys()
+        for each in self._fields.fields:
+            each.tell(wrong.get(each.name, ""), changes.get(each.name, ""))
+            each.hide(each.name in self.idle)
+            if each.name in _FOLLOWING and draft.valid:
+                value = _words(getattr(_follow(draft.valid), each.name))
+                set_if_new(each.input, f"empty: {value}", "placeholder")
+        titles = tuple(self._title(group, wrong, changes) for group in self._fields.groups)
+        set_if_new(self._fields.tabs, titles, "titles")
 
-    def _title(self, group: str, wrong: dict[str, str], changed: dict[str, str]) -> str:
-        names = {field.name for field in self.fields if field.group == group}
-        count = len(names & changed.keys())
-        return f"{group}{f' •{count}' if count else ''}{' ✗' if names & wrong.keys() else ''}"
+    def _title(self, group: str, wrong: dict[str, str], changes: dict[str, str]) -> str:
+        names = {each.name for each in self._fields.fields if each.group == group}
+        return f"{group}{_marks(names & changes.keys(), names & wrong.keys())}"
+
+    def elsewhere(self, draft: _Draft, changes: dict[str, str]) -> str:
+        "Return the marks of the fields that are not on the first page."
+        others = RunConfig.model_fields.keys() - set(_BASIC)
+        return _marks(others & changes.keys(), others & draft.wrong.keys())
+
+
+def _marks(changes: set[str], wrong: set[str]) -> str:
+    return f"{f' •{len(changes)}' if changes else ''}{' ✗' if wrong else ''}"
+
+# %% ../nbs/01_config_form.ipynb #815c3226
+class _Pages:
+    "The first fields, or all of them, in `widget`; `button` turns from one to the other."
+
+    def __init__(self, fields: _Fields, layout: w.Layout, button_layout: w.Layout) -> None:
+        self._fields, self._elsewhere = fields, ""
+        self._idle = w.HTML(layout=layout)
+        self.widget = w.VBox([fields.basic], layout=layout)
+        self.button = w.Button(layout=button_layout)
+        self.button.on_click(lambda _: self.turn(not self.shows_all))
+
+    @property
+    def shows_all(self) -> bool:
+        return self.widget.children[0] is self._fields.tabs
+
+    def turn(self, to_all: bool) -> None:
+        fields = self._fields
+        self.widget.children = (fields.tabs, self._idle) if to_all else (fields.basic,)
+        self._name()
+
+    def show(self, elsewhere: str, idle: set[str]) -> None:
+        "Update the button and the names of fields that are not shown."
+        self._elsewhere = elsewhere
+        self._name()
+        unused = ", ".join(name for name in RunConfig.model_fields if name in idle)
+        words = f"not shown, because they have no effect here: {unused}" if unused else ""
+        set_if_new(self._idle, _fine(words))
+
+    def _name(self) -> None:
+        every = f"All {len(self._fields.fields)} settings{self._elsewhere}"
+        set_if_new(self.button, "First settings only" if self.shows_all else every, "description")
 
 # %% ../nbs/01_config_form.ipynb #53e7266d
-def _message(draft: _Draft, runner: _Runner) -> str:
-    busy = f"<b>{escape(runner.busy)}</b> " if runner.busy else ""
-    wrong = "".join(f"<div>{escape(line)}</div>" for line in draft.complaints)
-    return f'{busy}{runner.remark}<div class="multigpu-bad" role="alert">{wrong}</div>'
+_COPY = """const b = this, code = b.closest('.multigpu-code').querySelector('pre');
+const said = b.textContent, done = () => { b.textContent = 'Copied';
+  setTimeout(() => { b.textContent = said }, 1500) };
+const select = () => { getSelection().selectAllChildren(code);
+  if (document.execCommand('copy')) done() };
+if (navigator.clipboard) navigator.clipboard.writeText(code.textContent).then(done, select);
+else select();"""
+
+
+def _code_html(name: str, code: str) -> str:
+    classes = "lm-Widget jupyter-widgets jupyter-button widget-button multigpu-copy"
+    button = (
+        f'<button type="button" class="{classes}" aria-live="polite" '
+        f'onclick="{escape(_COPY, quote=True)}">Copy {name}</button>'
+    )
+    head = f'<div class="multigpu-codehead"><span>{name}</span>{button}</div>'
+    return f'<div class="multigpu-code">{head}<pre>{escape(code)}</pre></div>'
 
 
 def _code(draft: _Draft) -> str:
-    shown = {"Python, papermill and Run": "waiting for the fields marked ✗ to be fixed"}
     if draft.valid:
-        shown = {"Python": draft.call, "papermill": draft.command}
-    return "".join(f"{name}<pre>{escape(code)}</pre>" for name, code in shown.items())
+        return _code_html("Python", draft.call) + _code_html("papermill", draft.command)
+    return "Python, papermill and Run<pre>waiting for the fields marked ✗ to be fixed</pre>"
 
 
+def _message(draft: _Draft, runner: _Runner) -> str:
+    busy = f"<b>{escape(runner.busy)}</b> " if runner.busy else ""
+    wrong = "".join(f"<div>{escape(line)}</div>" for line in draft.complaints)
+    said = f'{busy}{runner.remark}{runner.doubts.remark}<div class="multigpu-bad" role="alert">{wrong}</div>'
+    return f'<div class="multigpu-said">{said}</div>'
+
+
+def _needs(preset: str, kept: set[str]) -> str:
+    "Return the note beside the preset: what it needs, and which fields it left as they were typed."
+    words = [f"needs {PRESET_NEEDS[preset]}"] if preset else []
+    if kept:  # comes first, since the note may be cut
+        names = ", ".join(name for name in RunConfig.model_fields if name in kept)
+        goal = "Back to the preset" if preset else "Back to the defaults"
+        words.insert(0, f"kept as typed: {names} ({goal} resets them)")
+    said = escape(" · ".join(words), quote=True)
+    return f'<div class="multigpu-note multigpu-help" title="{said}">{said}</div>'
+
+# %% ../nbs/01_config_form.ipynb #28a0408d
 class _Widgets:
-    "A form's widgets, all in `root`. `typed` is called when the user changes a field."
+    "A form's widgets, all in `root`. `changed` is called when the user changes a field."
 
-    def __init__(self, preset: str, typed: Callable[[], None]) -> None:
+    def __init__(self, preset: str, changed: Callable[[], None]) -> None:
         wide = w.Layout(width="auto", min_width="0")
-        self.tabs = _Tabs(wide, typed)
+        self.fields = _Fields(wide, changed)
+        self.view = _View(self.fields)
         self.picker = w.Dropdown(
             description="preset",
             options=[("(none)", ""), *((name, name) for name in PRESETS)],
@@ -542,44 +936,128 @@ class _Widgets:
             style={"description_width": "var(--multigpu-label)"},
             layout=wide,
         )
-        self.back = w.Button(layout=w.Layout(width="max-content"))
-        self.run_button = w.Button(description="Run", button_style="primary")
-        self.needs = w.HTML(layout=wide)
-        self.memory = _MemoryLine(wide)
-        self.message, self.code = w.HTML(layout=wide), w.HTML(layout=wide)
+        fits = w.Layout(width="max-content", min_width="9em")
+        self.back, self.pages = w.Button(layout=fits), _Pages(self.fields, wide, fits)
+        self.run_button = w.Button(button_style="primary", layout=fits)
+        self.preview, self.memory = _Preview(wide), _MemoryLine(wide)
+        self.needs, self.message, self.code = (w.HTML(layout=wide) for _ in range(3))
         top = _grid([self.picker, self.needs], wide)
         style = w.HTML(_STYLE, layout=w.Layout(display="none"))
-        buttons = w.HBox([self.run_button, self.back])
-        below = [buttons, self.message, self.memory.html, self.code]
-        self.root = w.VBox([style, top, self.tabs.widget, *below])
+        above = w.HBox([self.pages.button, self.back], layout=w.Layout(padding="2px 17px 10px"))
+        buttons = w.HBox([self.run_button, self.preview.button])
+        below = [buttons, self.message, self.memory.html, self.code, self.preview.html]
+        self.root = w.VBox([style, top, above, self.pages.widget, *below])
         self.root.add_class("multigpu-form")
 
-    def show(self, draft: _Draft) -> None:
-        "Update everything that depends on the fields and the preset."
-        changed = self.tabs.changed(draft)
-        self.tabs.show(draft, changed)
-        needs = f"needs {escape(PRESET_NEEDS[draft.preset])}" if draft.preset else ""
-        set_if_new(self.needs, needs and f'<span class="multigpu-help">{needs}</span>')
+    def show(self, draft: _Draft, kept: set[str]) -> None:
+        "Update all that depends on the fields and the preset. `kept`: typed before the preset."
+        changes = self.view.changes(draft)
+        self.view.show(draft, changes)
+        self.pages.show(self.view.elsewhere(draft, changes), self.view.idle)
+        set_if_new(self.needs, _needs(draft.preset, kept & changes.keys()))
         goal = "Back to the preset" if draft.preset else "Back to the defaults"
         set_if_new(self.back, goal, "description")
-        set_if_new(self.back, not changed, "disabled")
-        self.memory.show(draft.valid)
+        set_if_new(self.back, not changes, "disabled")
+        self.memory.show(None if draft.of_data else draft.valid)
+        self.preview.show(draft.valid)
 
     def show_next(self, draft: _Draft, runner: _Runner) -> None:
         "Show what can be done now: Run and its code, the errors to fix, or the run in progress."
         set_if_new(self.message, _message(draft, runner))
+        asks = runner.doubts.warned(draft.valid) and not runner.busy
+        set_if_new(self.run_button, "Run anyway" if asks else "Run", "description")
+        set_if_new(self.run_button, "warning" if asks else "primary", "button_style")
         set_if_new(self.run_button, bool(runner.busy) or not draft.valid, "disabled")
         set_if_new(self.code, _code(draft))
 
-# %% ../nbs/01_config_form.ipynb #5ad152d8
-class Form:
-    "A form shown in a cell; `config`, `call`, `command` and `run` tell what the user made of it."
+# %% ../nbs/01_config_form.ipynb #22401860
+class _LiveForm:
+    "What a form does: its widgets, its draft, and what follows from a change or a press of a button."
 
     def __init__(self, cfg: RunConfig | None = None) -> None:
         self._draft = _Draft.of(cfg or RunConfig())
         self._widgets: _Widgets | None = None
         self._runner = _Runner(self._draw)
+        self._data, self._record = _DataCheck(self._on_found), None
+        self._kept: set[str] = set()  # typed before the preset was chosen
         self._lock = threading.RLock()  # keystrokes come in one thread, the end of a run in another
+
+    def _build(self) -> _Widgets:
+        """Make the widgets once, and only for a viewer: papermill would save them all in its
+        notebook."""
+        if self._widgets is None:
+            draft, made = self._draft, _Widgets(self._draft.preset, self._update)
+            self._widgets = made
+            made.fields.write(draft.config, keep=set())
+            made.fields.typed = set(_changes(draft.config, draft.preset))
+            self._update()
+            made.picker.observe(lambda _: self._choose(), "value")
+            made.back.on_click(lambda _: self._reset())
+            made.run_button.on_click(self._on_run)
+            made.preview.button.on_click(self._on_preview)
+        return self._widgets
+
+    def _choose(self) -> None:
+        "Take the settings of the chosen preset, but keep what was typed."
+        fields = self._widgets.fields
+        self._kept = set(fields.typed)
+        fields.write(_start(self._widgets.picker.value), keep=fields.typed)
+        self._update()
+
+    def _reset(self) -> None:
+        self._kept = set()
+        self._widgets.fields.write(_start(self._widgets.picker.value), keep=set())
+        self._update()
+
+    def _update(self) -> None:
+        "Read all fields and update everything that depends on them."
+        with self._lock:
+            widgets, of_data = self._widgets, self._draft.of_data
+            draft = _Draft.read(widgets.picker.value, widgets.fields.values(), of_data)
+            self._runner.doubts.forget(unless=draft.valid)
+            self._show(draft)
+            self._data.look(draft.valid)
+
+    def _show(self, draft: _Draft) -> None:
+        with self._lock:
+            self._draft = draft
+            self._widgets.show(draft, self._kept)
+            self._draw()
+
+    def _draw(self) -> None:
+        with self._lock:
+            self._widgets.show_next(self._draft, self._runner)
+            if self._runner.started:
+                self._show_record()
+
+    def _show_record(self) -> None:
+        if self._record:
+            shown = str(self._draft).splitlines()[0] if self._draft.valid else ""
+            self._record.show(_record(shown, self._runner.started))
+
+    def _on_found(self, cfg: RunConfig, errors: dict[str, str]) -> None:
+        with self._lock:
+            if cfg == self._draft.valid:
+                self._show(replace(self._draft, of_data=errors))
+                self._show_record()
+
+    def _on_run(self, _: Any) -> None:
+        if (cfg := self._draft.valid) and not self._runner.busy:
+            errors = _errors_of_data(cfg)  # a file may have come or gone since it was typed
+            self._on_found(cfg, errors)
+            if errors:
+                self._runner.doubts.refuse(cfg)
+                self._draw()
+            else:
+                self._runner.start(cfg, self._draft.call)
+
+    def _on_preview(self, _: Any) -> None:
+        if cfg := self._draft.valid:
+            self._widgets.preview.press(cfg)
+
+# %% ../nbs/01_config_form.ipynb #5ad152d8
+class Form(_LiveForm):
+    "A form shown in a cell; `config`, `call`, `command` and `run` tell what the user made of it."
 
     @property
     def config(self) -> RunConfig:
@@ -604,7 +1082,7 @@ class Form:
     @property
     def inputs(self) -> dict[str, w.ValueWidget]:
         "The input of each field by name; setting `value` has the same effect as typing."
-        return {field.name: field.input for field in self._build().tabs.fields}
+        return {field.name: field.input for field in self._build().fields.fields}
 
     def __repr__(self) -> str:
         return str(self._draft)
@@ -615,40 +1093,12 @@ class Form:
         if not has_viewer():
             display({"text/plain": repr(self)}, raw=True)
             return
-        root = self._build().root
-        display({**root._repr_mimebundle_(), "text/plain": repr(self)}, raw=True)
+        # a viewer without widgets shows the record below instead
+        display({**self._build().root._repr_mimebundle_(), "text/plain": ""}, raw=True)
+        self._record = _RecordOutput()
         self._runner.output = CellOutput()
-
-    def _build(self) -> _Widgets:
-        """Make the widgets once, and only for a viewer: papermill would save them all in its
-        notebook."""
-        if self._widgets is None:
-            made = self._widgets = _Widgets(self._draft.preset, self._update)
-            self._write(self._draft.config)
-            made.picker.observe(lambda _: self._write(_start(made.picker.value)), "value")
-            made.back.on_click(lambda _: self._write(_start(made.picker.value)))
-            made.run_button.on_click(self._on_run)
-        return self._widgets
-
-    def _write(self, cfg: RunConfig) -> None:
-        self._widgets.tabs.write(cfg)
-        self._update()
-
-    def _update(self) -> None:
-        "Read all fields and update everything that depends on them."
-        with self._lock:
-            widgets = self._widgets
-            self._draft = _Draft.read(widgets.picker.value, widgets.tabs.values())
-            widgets.show(self._draft)
-            self._draw()
-
-    def _draw(self) -> None:
-        with self._lock:
-            self._widgets.show_next(self._draft, self._runner)
-
-    def _on_run(self, _: Any) -> None:
-        if cfg := self._draft.valid:
-            self._runner.start(cfg)
+        self._draw()
+        self._show_record()
 
 # %% ../nbs/01_config_form.ipynb #3df29e15
 def form(cfg: RunConfig | None = None) -> Form:

@@ -166,14 +166,8 @@ def _gpu_row(gpus: list[Device]) -> Row:
         names = ", ".join(f"GPU {g.index} ({g})" for g in hidden)
         hides = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides {names}"
     if not gpus:
-        where = {
-            "kaggle": "Session options (right side), Accelerator: GPU T4 x2.",
-            "colab": "Runtime, Change runtime type: a GPU.",
-        }.get(
-            environment.platform(),
-            "Small models train on the CPU; for others, use a machine with NVIDIA GPUs and their driver.",
-        )
-        return Row("GPUs", "warn", "none; a run uses 2 processes on the CPU", where)
+        remedy = f"{environment.how_to_get_gpus()}; only small models train on the CPU."
+        return Row("GPUs", "warn", "none; a run uses 2 processes on the CPU", remedy)
     if not visible:
         return Row(
             "GPUs",

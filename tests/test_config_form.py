@@ -1,7 +1,9 @@
 """The form, driven from Python: its inputs are widgets, and tests set their values as a browser does."""
 
+import json
 import re
 import shlex
+import subprocess
 import sys
 import threading
 import time
@@ -10,11 +12,14 @@ from types import SimpleNamespace
 
 import ipywidgets
 import pytest
+import requests
+from harness.browser import make_notebook
 from harness.runs import until
+from nbconvert import HTMLExporter
 from papermill.cli import _resolve_type
 
 import multigpu_ft
-from multigpu_ft import ConfigError, RunConfig, config_form, form
+from multigpu_ft import ConfigError, DataError, RunConfig, config_form, form
 from multigpu_ft.run.config import PRESET_NEEDS, PRESETS
 
 
@@ -24,6 +29,7 @@ def no_estimates(monkeypatch):
 
     Cancel the pending ones: ten minutes of other tests may follow in the same process."""
     monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 600)
+    monkeypatch.setattr(config_form, "_CHECK_AFTER_S", 0.05)
     yield
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
@@ -35,7 +41,7 @@ TINY = {"end_idx": 64, "batch_size": 8, "packing": "padded", "nproc": 1, "max_st
 
 def note(f, name):
     "Return the note beside a field."
-    html = next(field.note.value for field in f._widgets.tabs.fields if field.name == name)
+    html = next(field.note.value for field in f._widgets.fields.fields if field.name == name)
     return unescape(re.sub(r"<[^>]*>", " ", html))
 
 
@@ -44,7 +50,7 @@ def shown(widget):
 
 
 def tab(f, group):
-    return f._widgets.tabs.widget.titles[f._widgets.tabs.groups.index(group)]
+    return f._widgets.fields.tabs.titles[f._widgets.fields.groups.index(group)]
 
 
 def called(f):
@@ -77,8 +83,8 @@ def test_every_field_has_an_input_a_label_and_help_under_its_group():
     assert list(f.inputs) == list(RunConfig.model_fields)
     for name, info in RunConfig.model_fields.items():
         assert f.inputs[name].description == name and info.description in note(f, name)
-        page = f._widgets.tabs.widget.children[
-            f._widgets.tabs.groups.index(info.json_schema_extra["group"])
+        page = f._widgets.fields.tabs.children[
+            f._widgets.fields.groups.index(info.json_schema_extra["group"])
         ]
         assert any(
             f.inputs[name] in (child, *getattr(child, "children", ())) for child in page.children
@@ -102,7 +108,7 @@ def test_an_input_is_of_its_fields_type_and_bounds():
     assert {name: type(f.inputs[name]) for name in types} == types
     sliders = {
         field.name: (type(field.slider), field.slider.min, field.slider.max)
-        for field in f._widgets.tabs.fields
+        for field in f._widgets.fields.fields
         if field.slider
     }
     assert sliders == {
@@ -170,7 +176,7 @@ def test_an_error_is_shown_beside_its_field_until_it_is_fixed():
     assert (
         "✗"
         not in note(f, "batch_size")
-        + "".join(f._widgets.tabs.widget.titles)
+        + "".join(f._widgets.fields.tabs.titles)
         + f._widgets.message.value
     )
     assert (
@@ -191,7 +197,9 @@ def test_half_typed_input_is_kept():
 def test_a_slider_and_its_number_move_together():
     f = form()
     number = f.inputs["weight_decay"]
-    slider = next(field.slider for field in f._widgets.tabs.fields if field.name == "weight_decay")
+    slider = next(
+        field.slider for field in f._widgets.fields.fields if field.name == "weight_decay"
+    )
     assert (slider.value, number.value) == (0.01, "0.01")
     slider.value = 0.25
     assert number.value == "0.25" and f.config.weight_decay == 0.25
@@ -239,7 +247,7 @@ def test_a_secret_is_refused_and_not_shown():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_sets_all_fields_and_changed_fields_are_marked(preset):
     f = form()
-    f.inputs["seed"].value = "7"
+    f._build()
     f._widgets.picker.value = preset
     assert (
         f.config == RunConfig.preset(preset)
@@ -249,7 +257,7 @@ def test_a_preset_sets_all_fields_and_changed_fields_are_marked(preset):
     assert (
         PRESET_NEEDS[preset] in shown(f._widgets.needs)
         and f._widgets.back.disabled
-        and "•" not in "".join(f._widgets.tabs.widget.titles)
+        and "•" not in "".join(f._widgets.fields.tabs.titles)
     )
     f.inputs["batch_size"].value, f.inputs["end_idx"].value = "3", "900"
     assert f"• preset: {RunConfig.preset(preset).batch_size}" in note(
@@ -268,6 +276,210 @@ def test_a_preset_sets_all_fields_and_changed_fields_are_marked(preset):
     assert f.config == RunConfig.preset(preset) and f._widgets.back.disabled
     f._widgets.picker.value = ""
     assert f.config == RunConfig() and f.call == "launch(RunConfig())"
+
+
+def test_what_was_typed_is_kept_when_a_preset_is_chosen():
+    f = form(RunConfig(run_root="mine"))
+    f.inputs["batch_size"].value, f.inputs["learning_rate"].value = "3", "1e-3"
+    f._widgets.picker.value = "opt-1.3b-arxiv"
+    kept = {"run_root": "mine", "batch_size": 3, "learning_rate": 1e-3}
+    assert f.config == RunConfig.preset("opt-1.3b-arxiv", **kept) and agrees(f)
+    said = shown(f._widgets.needs)
+    assert "kept as typed: run_root, batch_size, learning_rate" in said, said
+    assert "Back to the preset resets them" in said
+    f._widgets.picker.value = "distilbert-sst2"
+    assert f.config == RunConfig.preset("distilbert-sst2", **kept)
+    f._widgets.back.click()
+    assert f.config == RunConfig.preset("distilbert-sst2")
+    assert "kept" not in shown(f._widgets.needs)
+    f._widgets.picker.value = "tiny"
+    assert f.config == RunConfig(), "what was reset comes back"
+
+
+def test_it_begins_with_a_dozen_fields_model_and_data_first():
+    f = form()
+    f._build()
+    first = [name for name in config_form._BASIC if name not in f._widgets.view.idle]
+    assert first[:3] == ["model", "tuning", "dataset"] and 10 <= len(first) <= 14
+    pages = f._widgets.pages
+    assert not pages.shows_all and f.inputs["model"] in pages.widget.children[0].children
+    assert pages.button.description == f"All {len(RunConfig.model_fields)} settings"
+    f.inputs["strategy"].value = "single"
+    f.inputs["nproc"].value = "2"
+    assert pages.button.description.endswith("settings •2 ✗"), "an error on another page is silent"
+    pages.button.click()
+    assert pages.shows_all and pages.widget.children[0].titles[:2] == ("model", "data")
+    pages.button.click()
+    assert not pages.shows_all
+
+
+def hidden(f):
+    return {
+        field.name
+        for field in f._widgets.fields.fields
+        if all("multigpu-hidden" in part._dom_classes for part in field.parts)
+    }
+
+
+def test_fields_without_effect_are_hidden_until_they_have_one():
+    f = form()
+    f._build()
+    assert {"lora_r", "label_field", "messages_field", "offload", "eval_every"} <= hidden(f)
+    f.inputs["tuning"].value = "lora"
+    assert "lora_r" not in hidden(f)
+    f.inputs["lora_r"].value = "16"
+    f.inputs["tuning"].value = "full"
+    assert "lora_r" not in hidden(f), "a changed field can't be changed back"
+    f.inputs["lora_r"].value = "8"
+    assert "lora_r" in hidden(f)
+    f.inputs["task"].value = "chat"
+    assert "messages_field" not in hidden(f) and {"text_field", "label_field"} <= hidden(f)
+    f.inputs["eval_start_idx"].value = "100"
+    assert not {"eval_end_idx", "eval_every", "keep_best"} & hidden(f)
+    f.inputs["max_length"].value = "x"
+    assert "text_field" in hidden(f), "fields come and go while a number is typed"
+
+
+REFUSED = {
+    "merge_adapter": True,
+    "offload": "optimizer",
+    "deepspeed_config": "{}",
+    "eval_every": 5,
+    "patience": 2,
+    "keep_best": True,
+    "eval_end_idx": 50,
+    "log_artifacts": True,
+    "histogram_every": 5,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_configuration_refuses_by_default_is_not_offered(name):
+    with pytest.raises(ConfigError):
+        RunConfig(**{name: REFUSED[name]})
+    assert name in config_form._idle(RunConfig())
+
+
+def test_files_columns_and_rows_are_checked_beside_their_fields(tmp_path):
+    path = tmp_path / "reviews.csv"
+    path.write_text("text,stars\n" + "good,1\nbad,0\n" * 10)
+    f = form()
+    f.inputs["dataset"].value = str(tmp_path / "review.csv")
+    until(lambda: "✗ dataset" in note(f, "dataset"), 5, "a missing file")
+    assert "reviews.csv" in note(f, "dataset") and "file not found" in shown(f._widgets.message)
+    f.inputs["dataset"].value = str(path)
+    f.inputs["text_field"].value, f.inputs["end_idx"].value = "txt", "50"
+    until(lambda: "✗" in note(f, "end_idx"), 5, "rows beyond the end")
+    assert "20 rows" in note(f, "end_idx") and "✗" not in note(f, "dataset")
+    assert "did you mean 'text'" in note(f, "text_field")
+    assert f.config.end_idx == 50, "the configuration itself is valid"
+    f.inputs["text_field"].value, f.inputs["end_idx"].value = "text", "12"
+    f.inputs["eval_start_idx"].value, f.inputs["eval_end_idx"].value = "12", "30"
+    until(lambda: "eval_end_idx=20" in note(f, "eval_end_idx"), 5, "evaluation rows")
+    f.inputs["eval_start_idx"].value = "5"
+    assert "overlap" in note(f, "eval_start_idx")
+    f.inputs["eval_start_idx"].value = f.inputs["eval_end_idx"].value = ""
+    until(lambda: "✗" not in f._widgets.message.value, 5, "no errors")
+
+
+def test_run_looks_at_the_data_again_and_starts_nothing_that_must_fail(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n' * 8)
+    f = form(RunConfig(run_root=str(tmp_path / "runs"), dataset=str(path)))
+    f._build()
+    path.unlink()
+    f._widgets.run_button.click()
+    said = shown(f._widgets.message)
+    assert "not started:" in said and "file not found" in said
+    assert f.run is None and not (tmp_path / "runs").exists()
+    f.inputs["dataset"].value = "builtin:python-docs"
+    assert "not started" not in shown(f._widgets.message)
+
+
+def test_three_examples_are_shown_as_the_model_reads_them(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(5)))
+    f = form(RunConfig(dataset=str(path), task="chat"))
+    f._build()
+    preview = f._widgets.preview
+    preview.button.click()
+    until(lambda: not preview.button.disabled, 90, "the examples")
+    said = preview.html.value
+    assert said.count('role="region"') == 3 and "as the model will read them" in said
+    learnt = re.search(r"background[^>]*>([^<]*)", said.split('role="region"')[1])[1]
+    assert learnt == "Hello.", said
+    f.inputs["max_length"].value = "16"
+    assert "of earlier settings" in preview.html.value
+    assert preview.button.description == "Preview"
+    f.inputs["max_length"].value = "512"
+    assert preview.button.description == "Hide preview"
+    preview.button.click()
+    assert not preview.html.value and preview.button.description == "Preview"
+
+
+def test_a_kernel_that_previews_and_checks_has_no_torch(tmp_path):
+    (tmp_path / "a.csv").write_text("text\none\ntwo\n")
+    code = """import sys
+from multigpu_ft import RunConfig, form
+from multigpu_ft.config_form import _errors_of_data, _preview_words
+f = form(RunConfig(dataset="a.csv"))
+f._build()
+assert not _errors_of_data(f.config) and "row 1" in _preview_words(f.config)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_a_preview_that_fails_says_why(tmp_path, monkeypatch):
+    f = form(RunConfig(dataset=str(tmp_path / "none.csv")))
+    f._build()
+
+    def fail(cfg):
+        raise DataError("no <such> file")
+
+    monkeypatch.setattr(config_form, "preview_html", fail)
+    f._widgets.preview.button.click()
+    until(lambda: not f._widgets.preview.button.disabled, 5, "an answer")
+    assert "✗ no preview: no &lt;such&gt; file" in f._widgets.preview.html.value
+
+
+def test_a_model_too_large_for_this_machine_needs_a_second_press(monkeypatch):
+    started = []
+    monkeypatch.setattr(config_form, "too_slow_here", lambda cfg: "no GPU here: days a step.")
+
+    def launch(cfg, output):
+        started.append(cfg)
+        raise ConfigError("started")
+
+    monkeypatch.setattr(config_form, "_launch", launch)
+    f = form()
+    f._build()
+    button = f._widgets.run_button
+    button.click()
+    assert not started and button.description == "Run anyway" and not button.disabled
+    assert "no GPU here: days a step." in shown(f._widgets.message)
+    f.inputs["batch_size"].value = "2"
+    assert button.description == "Run" and "no GPU" not in shown(f._widgets.message)
+    button.click()
+    assert not started
+    button.click()
+    assert [cfg.batch_size for cfg in started] == [2] and button.description == "Run"
+
+
+def test_the_record_names_each_run_its_code_and_its_end(run_root):
+    f = form(RunConfig(run_root=str(run_root), run_name="first", **TINY))
+    f._build()
+    f._record = SimpleNamespace(show=lambda record: said.append(record))
+    said = []
+    f._widgets.run_button.click()
+    f.run.wait(timeout=120)
+    until(lambda: not f._widgets.run_button.disabled, 10, "the end")
+    record = said[-1]
+    assert "first: done" in record["text/plain"] and f.call in record["text/plain"]
+    assert "<pre" in record["text/html"] and "run_name=&#x27;first&#x27;" in record["text/html"]
+    f.inputs["seed"].value = "5"
+    assert said[-1] == record, "the record is of what was run, not of what is typed"
 
 
 @pytest.mark.parametrize(
@@ -321,6 +533,8 @@ def test_the_learning_rate_follows_model_and_tuning_while_it_is_empty():
         and f.call == "launch(RunConfig(model='facebook/opt-125m', tuning='lora'))"
     )
     f._widgets.picker.value = "opt-1.3b-arxiv"
+    assert f.config.tuning == "lora" and rate.value == "5e-06"
+    f._widgets.back.click()
     assert rate.value == "5e-06"
     rate.value = ""
     assert (
@@ -355,9 +569,13 @@ def test_the_form_shows_what_launch_refuses(tmp_path):
     f._build()
     f._widgets.run_button.click()
     assert (
-        "✗ DataError: dataset 'no<such>.jsonl'" in shown(f._widgets.message).replace("\n", "")
+        "✗ dataset 'no<such>.jsonl'" in shown(f._widgets.message).replace("\n", "")
         and "multigpu-bad" in f._widgets.message.value
     )
+    assert f.run is None and not f._widgets.run_button.disabled and not (tmp_path / "runs").exists()
+    f.inputs["dataset"].value, f.inputs["resume_file"].value = "builtin:python-docs", "no<such>"
+    f._widgets.run_button.click()
+    assert "✗ CheckpointError:" in shown(f._widgets.message).replace("\n", "")
     assert f.run is None and not f._widgets.run_button.disabled and not (tmp_path / "runs").exists()
 
 
@@ -455,3 +673,79 @@ def test_the_form_is_quick():
     typed = (time.perf_counter() - start) / 40
     print(f"built in {built:.3f} s, a keystroke takes {1000 * typed:.2f} ms")
     assert built < 0.5 and typed < 0.02
+
+
+FORM = "from multigpu_ft import RunConfig, form\nf = form(RunConfig(run_root='runs', nproc=1))\nf"
+
+
+def top(page, label):
+    "Return the distance of a button from the top of the form."
+    button = page.page.get_by_role("button", name=label, exact=True).bounding_box()
+    return round(button["y"] - page.output(0).bounding_box()["y"])
+
+
+@pytest.mark.parametrize("width", [1280, 900])
+def test_nothing_moves_or_overflows_while_one_types(lab, shots, width):
+    here = lab(size=(width, 1000), env={"OMP_NUM_THREADS": "1"})
+    (here.folder / "reviews.csv").write_text("text,stars\n" + "good,1\nbad,0\n" * 20)
+    page = here.open(make_notebook(here.folder / "a.ipynb", FORM))
+    page.run_cell(0)
+    page.wait_for_text("papermill", 30, 0)
+    place = top(page, "Run")
+    page.type("dataset", "review.csv")
+    page.wait_for_text("file not found", 20, 0)
+    page.type("dataset", "reviews.csv")
+    page.type("text_field", "txt")
+    page.type("end_idx", "99")
+    page.wait_for_text("did you mean 'text'", 20, 0)
+    page.wait_for_text("which has 40 rows", 20, 0)
+    assert top(page, "Run") == place, "an error moved the button"
+    root = page.output(0).locator(".multigpu-form").first
+    assert root.evaluate("e => e.scrollWidth <= e.clientWidth + 1"), "it is wider than its cell"
+    page.screenshots(shots, f"form-{width}", page.output(0))
+    page.field("model").focus()
+    order = []
+    for _ in range(5):
+        order.append(page.page.evaluate("() => document.activeElement.labels[0].textContent"))
+        page.page.keyboard.press("Tab")
+    assert order == ["model", "tuning", "dataset", "task", "text_field"]
+
+
+def test_the_saved_notebook_shows_what_was_run_without_a_kernel(lab, shots):
+    here = lab(size=(1280, 1000), env={"OMP_NUM_THREADS": "1"})
+    notebook = make_notebook(here.folder / "a.ipynb", FORM)
+    page = here.open(notebook)
+    page.run_cell(0)
+    page.wait_for_text("papermill", 30, 0)
+    assert not page.page.get_by_text("not run; in the form:").is_visible()
+    for name, value in {
+        "run_name": "mine",
+        "end_idx": 32,
+        "batch_size": 8,
+        "max_length": 64,
+    }.items():
+        page.type(name, value)
+    page.wait_for_text("max_length=64", 20, 0)
+    code = "launch(RunConfig(run_name='mine', end_idx=32, max_length=64, batch_size=8, nproc=1))"
+    here.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("Copy Python")
+    page.page.get_by_role("button", name="Copied").wait_for()
+    assert page.page.evaluate("navigator.clipboard.readText()") == code
+    page.click("Run")
+    page.wait_for_text("mine: done · started", 120, 0)
+    page.save()
+    page.page.close()
+    saved = json.loads(notebook.read_text())["cells"][0]["outputs"]
+    texts = ["".join(output["data"]["text/plain"]) for output in saved]
+    assert any(text.startswith("mine: done") and code in text for text in texts)
+    converted = unescape(HTMLExporter().from_filename(str(notebook))[0])
+    assert "mine: done" in converted and code in converted
+    headers = {"Authorization": f"token {here.token}"}
+    for session in requests.get(f"{here.url}api/sessions", headers=headers).json():
+        requests.delete(f"{here.url}api/sessions/{session['id']}", headers=headers)
+    page = here.open(notebook)
+    page.wait_for_text("mine: done", 20, 0)
+    time.sleep(3)  # JupyterLab looks for a missing widget for two seconds
+    shown = page.output(0).inner_text()
+    assert code in shown and "Error displaying widget" not in shown
+    page.screenshots(shots, "form-reopened")

@@ -32,7 +32,7 @@ from .storage import Storage
 from ..distributed.strategies import Single
 from ..distributed.world import TensorShard, World
 from ..models.quantization import count_weights, elements
-from ..run.config import RunConfig
+from ..run.config import OPTIMIZERS, RunConfig
 from ..run.errors import CheckpointError
 from ..run.run_dir import PARTIAL, RunDir, write_json
 
@@ -442,10 +442,10 @@ class CheckpointWriter:
 
 # %% ../../nbs/checkpoints/06_writer.ipynb #03ae43ab
 def checkpoint_bytes(cfg: RunConfig, strategy: Single) -> int:
-    """Return the expected size of a checkpoint: trained parameters in fp32, and AdamW's two moments
-    for each."""
+    """Return the expected size of a checkpoint: trained parameters in fp32, and the optimizer's two
+    moments for each."""
     trained = [p for p in strategy.model.parameters() if p.requires_grad]
-    return sum(map(elements, trained)) * (4 + (2 if cfg.optimizer == "adamw_8bit" else 8))
+    return sum(map(elements, trained)) * (4 + OPTIMIZERS[cfg.optimizer].moment_bytes)
 
 
 def export_bytes(cfg: RunConfig, strategy: Single) -> int:

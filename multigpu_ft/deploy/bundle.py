@@ -18,7 +18,7 @@ from ..checkpoints.discovery import HUB_PREFIX
 from ..data.sources import DATA_FILES
 from ..distributed.deepspeed_config import with_zero_config
 from ..launcher.commands import changed_settings
-from ..run.config import RunConfig
+from ..run.config import OPTIMIZERS, RunConfig
 from ..run.errors import ConfigError
 from ..run.run_dir import short_name
 
@@ -27,13 +27,13 @@ _NAME = "multigpu_ft"
 
 
 def _extras(cfg: RunConfig) -> set[str]:
-    packed = bool(cfg.quantized) or cfg.optimizer == "adamw_8bit"
     needs = {
         "deepspeed": cfg.strategy == "accelerate" or bool(cfg.zero_stage),
-        "quantization": packed,
+        "quantization": bool(cfg.quantized),
         "tracking": bool(cfg.trackers),
     }
-    return {name for name, needed in needs.items() if needed}
+    extras = {name for name, needed in needs.items() if needed}
+    return extras | {OPTIMIZERS[cfg.optimizer].extra} - {None}
 
 
 def requirements(cfg: RunConfig, without: tuple[str, ...] = ()) -> list[str]:

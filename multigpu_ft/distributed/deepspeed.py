@@ -22,7 +22,7 @@ from .weights import free_storage, trim_heap
 from .world import TensorShard, SavedParts, World
 from ..models.blocks import transformer_blocks
 from ..models.quantization import elements
-from ..run.config import RunConfig
+from ..run.config import OPTIMIZERS, RunConfig
 from ..run.errors import CheckpointError, ConfigError
 
 # %% ../../nbs/distributed/05_deepspeed.ipynb #1371364b
@@ -78,7 +78,7 @@ class Accelerated(Single):
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         # autocast keeps its copy until the backward pass is finished
         cast = 0 if self.dtype == torch.float32 else trained * self.dtype.itemsize
-        return 12 * trained + cast
+        return (4 + OPTIMIZERS[self.cfg.optimizer].moment_bytes) * trained + cast
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -317,7 +317,8 @@ def _bytes_to_come(model: nn.Module, cfg: RunConfig, dtype: torch.dtype, size: i
     whole = min(MAX_LIVE, every) * dtype.itemsize if cfg.zero_stage == 3 else 0
     # stage 3 allocated its gradients before
     gradients = {1: 4 * trained, 2: 4 * trained / size, 3: 0}[cfg.zero_stage]
-    moments = 8 * trained / size if cfg.offload == "none" else 0
+    on_gpu = cfg.offload == "none"
+    moments = OPTIMIZERS[cfg.optimizer].moment_bytes * trained / size if on_gpu else 0
     return whole + gradients + moments
 
 # %% ../../nbs/distributed/05_deepspeed.ipynb #f5eb1d4a

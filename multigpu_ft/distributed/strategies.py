@@ -35,7 +35,7 @@ from multigpu_ft.distributed.world import (
 )
 from ..models.blocks import transformer_blocks
 from ..models.quantization import packed_layers, to_evaluation_mode
-from ..run.config import RunConfig
+from ..run.config import OPTIMIZERS, RunConfig
 from ..run.errors import CheckpointError
 
 # %% ../../nbs/distributed/03_strategies.ipynb #3ab2f9a0
@@ -181,13 +181,10 @@ def _load_state(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-_OWN_KEY = {"adamw": "exp_avg", "adamw_8bit": "state1"}
-
-
 def _refuse_other_optimizer(saved: SavedParts, optimizer: str) -> None:
     "Raise `CheckpointError` if `saved` holds the state of another optimizer than `optimizer`."
     held = {name.rpartition("/")[2] for name in saved.names("optimizer/")}
-    if held and _OWN_KEY[optimizer] not in held:
+    if held and OPTIMIZERS[optimizer].first_moment not in held:
         raise CheckpointError(
             f"its optimizer's state ({', '.join(sorted(held))}) can't be used by "
             f"optimizer={optimizer!r}; use the optimizer it was saved with, or "
@@ -268,7 +265,7 @@ class _Trained:
         _refuse_other_optimizer(saved, self.cfg.optimizer)
         names = {p: name for name, p in kept.items()}
         # bitsandbytes keeps plain tensors, also for a DTensor of one shard
-        local = self.cfg.optimizer == "adamw_8bit"
+        local = not OPTIMIZERS[self.cfg.optimizer].shards
         _load_state(self.optimizer, lambda p: _saved_state(p, names[p], saved, numbers, local))
 
 # %% ../../nbs/distributed/03_strategies.ipynb #9964c45a
@@ -352,14 +349,15 @@ class _Placed(_Trained):
     def free_memory(self) -> float:
         """Return the bytes left for activations on this rank's device.
 
-        Gradients, Adam's moments of its shard, and what a window keeps whole (parameters in the
+        Gradients, the optimizer's moments of its shard, and what a window keeps whole (parameters in the
         compute dtype, gradients in fp32) are subtracted. On a CPU it is an even share of the
         host's memory."""
         return self._free_bytes() - self._to_come() - _LOSS_BYTES
 
     def _to_come(self) -> float:
         trained = (p for p in self.model.parameters() if p.requires_grad)
-        kept = 12 * sum(local_part(p).numel() for p in trained)
+        each = 4 + OPTIMIZERS[self.cfg.optimizer].moment_bytes
+        kept = each * sum(local_part(p).numel() for p in trained)
         if self.window and hasattr(self.model, "set_requires_gradient_sync"):
             kept += _window_bytes(self.model, self.dtype)
         return kept

@@ -20,7 +20,7 @@ from ..distributed.strategies import DDP, FSDP, Single
 from ..distributed.weights import places
 from ..distributed.world import World, local_part
 from .tracker import MemoryTracker
-from ..run.config import RunConfig
+from ..run.config import OPTIMIZERS, RunConfig
 
 # %% ../../nbs/memory/02_fake_strategies.ipynb #b16a4fbd
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class _ZeRO12(_Simulated, Single):
             return make_optimizer(self._flat)
 
     def _to_come(self) -> float:
-        return 12 * self._share
+        return (4 + OPTIMIZERS[self.cfg.optimizer].moment_bytes) * self._share
 
     def backward(self, loss: torch.Tensor) -> None:
         self.reduced = self._traffic

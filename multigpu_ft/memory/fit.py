@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FITS', 'CLOSE', 'MAY_NOT', 'DOES_NOT', 'NoEstimate', 'Simulations', 'simulations', 'Fit', 'decide', 'Remedy',
-           'remedies']
+           'remedies', 'lighter']
 
 # %% ../../nbs/memory/04_fit.ipynb #f53b2417
 import hashlib
@@ -22,7 +22,7 @@ from typing import Any
 
 import multigpu_ft
 from ..run import errors
-from ..run.config import BUILTIN_MODEL, RunConfig
+from ..run.config import BUILTIN_MODEL, OPTIMIZERS, RunConfig
 from ..run.environment import GPU
 from ..run.errors import ConfigError
 
@@ -376,11 +376,7 @@ def _changes(fit: Fit) -> Iterator[dict[str, Any]]:
     sharded = [{"strategy": "fsdp"}] if gpus > 1 and cfg.strategy != "fsdp" else []
     if cfg.strategy == "fsdp" and fit.found["communication"] == "window":
         sharded = [{"communication": "micro_batch"}]
-    eight = (
-        [{"optimizer": "adamw_8bit"}]
-        if cfg.optimizer == "adamw" and cfg.strategy in ("ddp", "single") and cfg.tuning == "full"
-        else []
-    )
+    optimizers = [{"optimizer": name} for name in _lighter_optimizers(cfg)]
     last = {**(smaller[-1] if smaller else {}), **(full if again else {})}
     yield from smaller
     yield from again
@@ -389,8 +385,8 @@ def _changes(fit: Fit) -> Iterator[dict[str, Any]]:
     if last:
         yield last
         yield from ({**s, **last} for s in sharded)
-    yield from eight
-    yield from ({**e, **last} for e in eight)
+    yield from optimizers
+    yield from ({**one, **last} for one in optimizers)
     if cfg.strategy == "fsdp":
         yield {**last, "sharding": "full_shard", "communication": "micro_batch"}
     tunings = {"full": ("lora", "qlora"), "lora": ("qlora",), "lora8bit": ("qlora",)}.get(
@@ -405,6 +401,15 @@ def _changes(fit: Fit) -> Iterator[dict[str, Any]]:
         yield change
         yield {**change, **last}
         yield from ({**change, **s, **last} for s in sharded)
+
+
+def _lighter_optimizers(cfg: RunConfig) -> list[str]:
+    "Return the optimizers with smaller moments that work under the strategy."
+    if cfg.tuning != "full":  # an adapter has few moments
+        return []
+    now, cuts = OPTIMIZERS[cfg.optimizer], cfg.strategy not in ("ddp", "single")
+    smaller = {n: one for n, one in OPTIMIZERS.items() if one.moment_bytes < now.moment_bytes}
+    return [name for name, one in smaller.items() if one.shards or not cuts]
 
 
 @dataclass(frozen=True)
@@ -449,3 +454,26 @@ def remedies(ask: Simulations, fit: Fit, most: int | None = None) -> list[Remedy
                 found.append((other, Remedy(changes, guess.peak, guess.tokens_per_second)))
     found.sort(key=lambda pair: (pair[0], -(pair[1].tokens_per_second or 0)))
     return [remedy for _, remedy in found]
+
+# %% ../../nbs/memory/04_fit.ipynb #6d3ec250
+def lighter(fit: Fit) -> list[dict[str, Any]]:
+    "Return changes that make the configuration of `fit` take less memory, the mildest first."
+    cfg, batch = fit.cfg, fit.cfg.batch_size
+    fewer = {"batch_size": 1, "accum_steps": cfg.accum_steps * batch}
+    wide = cfg.lora_target_modules == "all-linear"
+    changes: list[tuple[bool, dict[str, Any]]] = [
+        (batch > 1, fewer),
+        (fit.found["every"] != 1, {"activation_checkpointing": "full"}),
+        (fit.found["communication"] == "window", {"communication": "micro_batch"}),
+        (fit.gpus > 1 and cfg.strategy == "ddp", {"strategy": "fsdp"}),
+        *((True, {"optimizer": name}) for name in _lighter_optimizers(cfg)),
+        (cfg.max_length > 256, {"max_length": cfg.max_length // 2}),
+        (cfg.tuning == "full", {"tuning": "lora"}),
+        (cfg.tuning != "full" and wide, {"lora_target_modules": "attention"}),
+    ]
+    found = []
+    for applies, change in changes:
+        with suppress(ConfigError):  # some settings don't go together
+            if applies and cfg.replace(**change):
+                found.append(change)
+    return found

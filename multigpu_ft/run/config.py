@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -15,7 +16,7 @@ from .errors import ConfigError, DataError, did_you_mean
 from .secrets import refuse_secrets
 
 # %% auto #0
-__all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'PRESETS', 'PRESET_NEEDS', 'RunConfig', 'plain_values']
+__all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'OPTIMIZERS', 'PRESETS', 'PRESET_NEEDS', 'Optimizer', 'RunConfig', 'plain_values']
 
 # %% ../../nbs/run/04_config.ipynb #d75e2439
 def _field(
@@ -268,6 +269,24 @@ class _StepSettings(_Settings):
     accum_steps: int = _field(
         1, "training", "micro-batches accumulated for one optimizer step", low=1
     )
+
+# %% ../../nbs/run/04_config.ipynb #1c1c62b6
+@dataclass(frozen=True)
+class Optimizer:
+    "What depends on the choice of an optimizer."
+
+    moment_bytes: int  # of both moments of a parameter
+    first_moment: str  # its name in the optimizer's state
+    shards: bool  # fsdp and zero can cut its state
+    extra: str | None = None  # of this package, with what it needs
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(moment_bytes=8, first_moment="exp_avg", shards=True),
+    "adamw_8bit": Optimizer(
+        moment_bytes=2, first_moment="state1", shards=False, extra="quantization"
+    ),
+}
 
 # %% ../../nbs/run/04_config.ipynb #092b4653
 _FROM_SCRATCH_LR, _PRETRAINED_LR, _ADAPTER_LR = 1e-3, 2e-5, 2e-4
@@ -654,9 +673,9 @@ def _conflicts(cfg: RunConfig) -> Iterator[str]:
             f"run_name={cfg.run_name!r} may hold letters, digits, '.', '_' and '-' only, "
             "120 at most, since it names a folder"
         )
-    if cfg.optimizer == "adamw_8bit" and cfg.strategy == "fsdp":
+    if cfg.strategy == "fsdp" and not OPTIMIZERS[cfg.optimizer].shards:
         yield (
-            "optimizer='adamw_8bit' keeps its state in blocks that can't be sharded; "
+            f"optimizer={cfg.optimizer!r} keeps its state in blocks that can't be sharded; "
             "use strategy='ddp' or 'single', or optimizer='adamw'"
         )
     yield from _tuning_conflicts(cfg)
@@ -729,9 +748,9 @@ def _zero_conflicts(cfg: RunConfig) -> Iterator[str]:
             f"offload='all' moves parameters, which {cfg.strategy} keeps whole on every "
             "GPU; use strategy='zero3', or offload='optimizer'"
         )
-    if cfg.optimizer == "adamw_8bit":
+    if not OPTIMIZERS[cfg.optimizer].shards:
         yield (
-            f"optimizer='adamw_8bit' keeps its state in blocks that {cfg.strategy} cannot "
+            f"optimizer={cfg.optimizer!r} keeps its state in blocks that {cfg.strategy} cannot "
             "cut; use optimizer='adamw', or strategy='ddp'"
         )
     if cfg.zero_stage == 3 and cfg.quantized:
@@ -848,6 +867,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_length": 512,
         "activation_checkpointing": "full",
         "max_grad_norm": 1.0,
+        # two of 16 GB don't fit on a disk of 20 GB
+        "keep": 1,
     },
     "qwen3-lora-chat": {
         "model": "Qwen/Qwen3-0.6B",
@@ -906,11 +927,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Beside the packages, the Hub (or copies in folders) and, without a GPU, patience.
 PRESET_NEEDS = {
     "tiny": "nothing: 2 CPU cores, no network",
-    "opt-1.3b-arxiv": "2 GPUs of 16 GB; 5 GB of disk for the model, 16 GB for a checkpoint",
+    "opt-1.3b-arxiv": (
+        "2 GPUs of 16 GB; 5 GB of disk for the model, 19 GB for a checkpoint and the export, 16 GB "
+        "more to continue from a checkpoint. If a GPU runs out of memory: first batch_size=1, "
+        "accum_steps=32; then max_length=256"
+    ),
     "qwen3-lora-chat": "1 GPU of 16 GB or several; 2 GB of disk",
     "qwen3-14b-qlora": (
-        "2 GPUs of 16 GB; multigpu_ft[quantization]; 30 GB of disk for the model (on Kaggle, "
-        "attach it as an input)"
+        "2 GPUs of 16 GB, which it fills; multigpu_ft[quantization]; 30 GB of disk for the model "
+        "(on Kaggle, attach it as an input). If a GPU runs out of memory: first max_length=512; "
+        "then lora_target_modules='attention'"
     ),
     "bert-sst2-lora": "any GPU (on one: multigpu_ft[quantization], or quantization='none'); 1 GB of disk",
     "distilbert-sst2": "any GPU; 3 GB of disk",

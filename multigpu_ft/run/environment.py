@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['KAGGLE_OUTPUTS', 'KAGGLE_SCRATCH', 'COLAB_SCRATCH', 'COLAB_DRIVE', 'LONGEST_SESSION', 'GPUS', 'platform',
-           'default_run_root', 'outputs_folder', 'session_hours', 'quota_note', 'session_end', 'has_bf16', 'GPU',
-           'find_gpu', 'Device', 'installed_gpus', 'visible_among', 'visible_gpus']
+           'default_run_root', 'outputs_folder', 'session_hours', 'quota_note', 'how_to_get_gpus', 'session_end',
+           'has_bf16', 'GPU', 'find_gpu', 'Device', 'installed_gpus', 'visible_among', 'visible_gpus']
 
 # %% ../../nbs/run/02_environment.ipynb #5ee3460f
 import os
@@ -70,6 +70,17 @@ _QUOTA_NOTES = {
     "kaggle.com/settings shows what is left",
     "colab": "Colab may end a session before its 12 hours, earlier if the tab is closed or idle, "
     "and then everything outside the Drive is lost",
+}
+
+# %% ../../nbs/run/02_environment.ipynb #78ef99f8
+def how_to_get_gpus() -> str:
+    "Say where to turn on GPUs, as the beginning of a sentence."
+    return _WHERE_GPUS.get(platform(), "Use a machine with NVIDIA GPUs and their driver")
+
+
+_WHERE_GPUS = {
+    "kaggle": "Choose Session options (right side), Accelerator: GPU T4 x2",
+    "colab": "Choose Runtime, Change runtime type: a GPU",
 }
 
 # %% ../../nbs/run/02_environment.ipynb #f8db1720

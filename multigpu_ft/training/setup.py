@@ -25,12 +25,17 @@ from ..distributed.deepspeed import Accelerated, ZeRO
 from ..distributed.strategies import DDP, FSDP, Single, evaluating
 from ..distributed.weights import share_quantization, wait_for_rank_0
 from ..distributed.world import World, compute_dtype, to_device
-from ..models.blocks import checkpoint_activations, checkpoint_every, transformer_blocks
+from multigpu_ft.models.blocks import (
+    checkpoint_activations,
+    checkpoint_every,
+    checkpointed_blocks,
+    transformer_blocks,
+)
 from ..models.loading import load_model, load_shell
 from ..models.lora import add_adapter, count_parameters, without_adapter
 from ..models.loss import ClassifierLoss, LossModel
 from ..models.quantization import choose_quantization, count_weights, frozen_bytes
-from ..run.config import RunConfig
+from ..run.config import OPTIMIZERS, RunConfig
 from ..run.errors import ConfigError
 from .step import make_optimizer
 
@@ -44,11 +49,11 @@ _STRATEGIES: dict[str, type[Single]] = {
     "zero2": ZeRO,
     "zero3": ZeRO,
 }
-# fp32 parameter, gradient, two moments; in half a copy and whole gradients
+# fp32 parameter and gradient; in half a copy and whole gradients. The moments are added
 _TRAINING_BYTES = {
-    torch.float32: 16,
-    torch.float16: 22,
-    torch.bfloat16: 22,
+    torch.float32: 8,
+    torch.float16: 14,
+    torch.bfloat16: 14,
 }
 
 
@@ -75,13 +80,15 @@ def make_strategy(
     if world.device.type != "cuda":
         return DDP(cfg, world), f"{world.size} processes on a CPU"
     dtype = compute_dtype(cfg.dtype, world.device)
-    needed = (_TRAINING_BYTES[dtype] * trainable + frozen_bytes) / 2**30
+    optimizer = OPTIMIZERS[cfg.optimizer]
+    of_each = _TRAINING_BYTES[dtype] + optimizer.moment_bytes
+    needed = (of_each * trainable + frozen_bytes) / 2**30
     memory = torch.cuda.get_device_properties(world.device).total_memory / 2**30
     chosen = DDP if needed < 0.75 * memory else FSDP
-    if chosen is FSDP and cfg.optimizer == "adamw_8bit":
+    if chosen is FSDP and not optimizer.shards:
         raise ConfigError(
             f"training state needs {needed:.1f} GiB, a GPU has {memory:.1f} GiB: "
-            "that takes fsdp, for which optimizer='adamw_8bit' is not made; "
+            f"that takes fsdp, for which optimizer={cfg.optimizer!r} is not made; "
             "use optimizer='adamw'."
         )
     if chosen is FSDP and quantization == "8bit":
@@ -318,7 +325,7 @@ def prepare_model(
         "trainable_parameters": trainable,
         "parameters": total,
         "label_names": label_names,
-        "checkpointed_blocks": {0: "none", 1: "all"}.get(every, f"every {every}th"),
+        "checkpointed_blocks": checkpointed_blocks(every),
     }
     return Prepared(strategy, quantization, trained, about)
 

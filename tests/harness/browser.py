@@ -316,7 +316,8 @@ class Page:
             f"JupyterLab {name.title()}",
         )
         self._wait(
-            f"() => document.body.dataset.jpThemeLight == '{str(name == 'light').lower()}'",
+            "() => !document.getElementById('jupyterlab-splash') && "
+            f"document.body.dataset.jpThemeLight == '{str(name == 'light').lower()}'",
             10,
             f"the {name} theme",
         )

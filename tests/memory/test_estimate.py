@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,17 @@ import torch
 from harness.runs import BIN, REPO
 
 from multigpu_ft import ConfigError, ModelError, RunConfig, estimate, launch
-from multigpu_ft.memory.api import gpus_here, plan_memory
-from multigpu_ft.memory.fit import NoEstimate, Simulations, _guess, decide, remedies, simulations
+from multigpu_ft.memory.api import Estimate, Machine, gpus_here, plan_memory, too_slow_here
+from multigpu_ft.memory.fit import (
+    NoEstimate,
+    Simulations,
+    _guess,
+    decide,
+    lighter,
+    remedies,
+    simulations,
+)
+from multigpu_ft.run.config import PRESET_NEEDS
 from multigpu_ft.run.environment import GPU, find_gpu
 
 sys.path.insert(0, str(REPO / "bench"))
@@ -114,9 +124,102 @@ def test_opt_13b_on_two_t4_matches_a_calculation_by_hand(opt):
     ] == pytest.approx(half), "fp32 with two moments; fp16"
     assert opt.host_gib["load"] > 2 * half, "rank 0 reads all of it in fp32"
     assert opt.hours and opt.hours == pytest.approx(5000 * 512 / opt.tokens_per_second / 3600)
-    assert any("keep=2" in remark for remark in opt.remarks), (
-        "three checkpoints of 14.7 GiB are more than Kaggle's disk"
+    assert not opt.remarks and opt.checkpoints == 1, "a slice of a quarter of an hour saves once"
+
+
+def test_the_disk_holds_what_is_kept_the_best_and_what_is_written(opt):
+    each, export = opt.disk_gib["checkpoint"], opt.disk_gib["export"]
+    held_out = {"eval_start_idx": 6000, "keep_best": True}
+
+    def at_once(**changes):
+        found = Estimate(opt.config.replace(**changes), opt.simulation, [], opt.machine)
+        assert found.disk_gib["kept"] == pytest.approx(found.checkpoints * each + export)
+        return found
+
+    several = at_once(num_epochs=9)
+    assert several.checkpoints == 3 and at_once(num_epochs=9, keep=4).checkpoints == 5
+    assert at_once(num_epochs=9, **held_out).checkpoints == 4, "the best beside the newest two"
+    assert at_once(save_every=1).checkpoints == 3 and at_once(save_minutes=1).checkpoints == 3
+    assert at_once(start_idx=5000).checkpoints == 2, "the one that it continues from"
+    assert at_once(start_idx=5000, resume_file="none").checkpoints == 1
+    said = next(remark for remark in several.remarks if "disk" in remark)
+    assert "3 checkpoints and the export take up to 46.6 GiB, Kaggle has 19.5 GiB" in said
+    assert "keep=2" in said and "3 checkpoints" in str(several)
+    elsewhere = Machine(find_gpu("A100"), 2, is_here=False)
+    assert not Estimate(several.config, opt.simulation, [], elsewhere).remarks, (
+        "nobody knows the disk of other machines"
     )
+
+
+def test_an_estimate_without_gpus_says_what_it_is_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    cfg = RunConfig(max_length=64)
+    found, note = estimate(cfg), "no GPU here: estimated for 2 x T4"
+    assert found.note == note and found.line.startswith(f"{note}. Fits: ")
+    assert str(found).startswith(note) and note in found.plot().axes[0].get_title()
+    html = found._repr_html_()
+    assert html.index(note) < html.index("<img") and html.count(note) > 1
+    record = found.record()
+    assert (record["note"], record["gpus_are_here"], record["gpu"]) == (note, False, "T4")
+    named = estimate(cfg, gpu_memory_gib="T4")
+    assert not named.note and named.line.startswith("fits: ") and "2 x T4" in named.line
+    assert "2 x T4" in named.plot().axes[0].get_title()
+
+
+def test_an_estimate_says_why_rows_make_so_many_steps(tmp_path):
+    data = tmp_path / "x.jsonl"
+    data.write_text('{"text": "' + "some words " * 8 + '"}\n' * 1000)
+    found = estimate(RunConfig(dataset=str(data), batch_size=16, accum_steps=2), 2, "T4")
+    said = str(found.amounts)
+    assert re.fullmatch(
+        r"1,000 rows are (about )?[\d,]+ tokens, packed into (about )?[\d,]+ sequences of up to "
+        r"512; 64 a step make (about )?\d steps?",
+        said,
+    ), said
+    assert said in str(found) and said in found._repr_html_()
+    assert found.record()["steps"] == found.amounts.steps < 5
+
+
+def test_hours_end_with_max_steps(opt):
+    five = Estimate(opt.config.replace(max_steps=5), opt.simulation, [], opt.machine)
+    assert five.hours == pytest.approx(5 * 8 * 512 / opt.tokens_per_second / 3600)
+    assert five.amounts.steps == 5 and "max_steps=5" in str(five)
+    many = Estimate(opt.config.replace(max_steps=10**6), opt.simulation, [], opt.machine)
+    assert many.hours == opt.hours
+
+
+def test_only_a_session_that_ends_is_too_short(opt, monkeypatch):
+    long = Estimate(opt.config.replace(num_epochs=100), opt.simulation, [], opt.machine)
+    assert long.hours > 12 and not any("session" in remark for remark in long.remarks)
+    limited = Estimate(long.config.replace(max_hours=3), opt.simulation, [], opt.machine)
+    assert any("longer than a session of 3 h" in remark for remark in limited.remarks)
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
+    assert any("longer than a session" in remark for remark in long.remarks)
+
+
+def test_what_fits_closely_says_what_to_change_first(ask, little):
+    fit = decide(ask, little, T4, 2)
+    tight = decide(ask, little, GPU("tight", fit.peak * 1.02 / 2**20, (7, 5)), 2)
+    assert tight.verdict == "fits closely"
+    found = Estimate(little, tight, [], Machine(tight.gpu, 2, is_here=False))
+    first, *others = lighter(tight)
+    assert first == {"batch_size": 1, "accum_steps": 4} and {"optimizer": "adamw_8bit"} in others
+    assert any("first batch_size=1, accum_steps=4; then " in remark for remark in found.remarks)
+    for change in lighter(fit):
+        less = decide(ask, little.replace(**change), T4, 2)
+        assert less.used < fit.used, change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["opt-1.3b-arxiv", "qwen3-14b-qlora"])
+def test_the_large_presets_fit_on_kaggle_and_say_what_to_change_first(ask, name):
+    found = estimate(RunConfig.preset(name), gpus=2, gpu_memory_gib="T4")
+    assert found.fits and not any("disk" in remark for remark in found.remarks)
+    first, second, *_ = lighter(found.simulation)
+    for change in (first, second):
+        for setting, value in change.items():
+            assert f"{setting}={value!r}" in PRESET_NEEDS[name]
+    assert decide(ask, found.decided.replace(**first), T4, 2).used < found.simulation.used
 
 
 def test_an_estimate_shows_in_a_notebook_and_as_text(opt):
@@ -385,6 +488,28 @@ def test_launch_refuses_a_run_that_cannot_fit(two_t4, tmp_path, little):
     assert plan_memory(cfg.replace(memory_check="off")) == ({}, [])
     plan, said = plan_memory(cfg.replace(model="nobody/has-this"))
     assert plan == {} and "not known beforehand" in said[0]
+
+
+def test_launch_says_that_a_model_is_too_large_for_a_cpu(tmp_path, monkeypatch, capfd):
+    "Before anything starts, and as a remark only: the user decides."
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    monkeypatch.setattr("multigpu_ft.launcher.api.start_agent", lambda run_dir: 1 / 0)
+    data = tmp_path / "x.jsonl"
+    data.write_text('{"text": "some words"}\n' * 640)
+    cfg = RunConfig.preset(
+        "opt-1.3b-arxiv", dataset=str(data), run_root=str(tmp_path / "runs"), resume_file="none"
+    )
+    with pytest.raises(ZeroDivisionError):
+        launch(cfg)
+    said = " ".join(capfd.readouterr().err.split())
+    assert "opt-1.3b has 1.3B parameters and would train on the CPU" in said
+    assert "a step and up to" in said and "builtin:opt-tiny" in said
+    assert too_slow_here(cfg.replace(model="builtin:opt-tiny")) is None
+    assert plan_memory(cfg.replace(memory_check="off")) == ({}, [])
+
+
+def test_a_model_with_gpus_is_not_too_slow(two_t4):
+    assert too_slow_here(RunConfig.preset("opt-1.3b-arxiv")) is None
 
 
 def test_a_run_follows_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, monkeypatch):

@@ -261,7 +261,7 @@ def test_activation_checkpointing_changes_no_number(run_root, train, setting, re
         RunConfig(run_root=str(run_root), nproc=1, end_idx=60, activation_checkpointing=setting)
     )
     assert (
-        run.status["checkpointed_blocks"] == {0: "none", 4: "all", 2: "every 2th"}[len(recomputed)]
+        run.status["checkpointed_blocks"] == {0: "none", 4: "all", 2: "every 2nd"}[len(recomputed)]
     )
     assert abs(run.metrics[-1]["loss"] - 8.2) < 0.3
 
