@@ -56,7 +56,7 @@ def launch(
     what: RunConfig | Callable[..., Any] | str | Path,
     *args: Any,
     nproc: int | None = None,
-    wait: bool = True,
+    wait: bool | None = None,
     detach: bool = False,
     panel: bool | CellOutput | None = None,
     force: bool = False,
@@ -68,7 +68,8 @@ def launch(
 
     With a `RunConfig`, train on all GPUs, or in 2 processes without a GPU. Shows progress until
     the run has ended and returns the `Run`; with `wait=False` it returns at once. With
-    `detach=True` the run outlives this kernel (`Run.attach` finds it again). `panel` is as in
+    `detach=True` it returns at once and the run outlives this kernel (`Run.attach` finds it
+    again); with `wait=True` as well, it waits for a run that outlives it. `panel` is as in
     `Run.show`. On GPUs, memory is estimated first: a run that can't fit is rejected with a
     `ConfigError` that says what would fit, unless `force=True`. Raises `DataError` or
     `CheckpointError` for other problems that can be checked at once; waiting raises as `Run.wait`
@@ -89,6 +90,7 @@ def launch(
                 "RunConfig: launch(cfg.replace(nproc=2))."
             )
         cfg = what if nnodes is None else what.replace(nnodes=nnodes)
+        wait = not detach if wait is None else wait
         return _launch_run(cfg, wait, detach, panel, force, find_node(cfg, node_rank, rdzv))
     if (nnodes, node_rank, rdzv) != (None, None, None):
         raise ConfigError(
@@ -100,7 +102,7 @@ def launch(
             "RunConfig(...) or RunConfig.preset(name) makes one. "
             "A script is named by its path."
         )
-    if detach or not wait:
+    if detach or wait is False:
         raise ConfigError("only a RunConfig can be launched with wait=False or detach=True.")
     if callable(what):
         return call(what, args, nproc)
@@ -165,6 +167,11 @@ def _launch_run(
     except BaseException:  # also an interrupt, or the agent would stay behind
         run.kill()
         raise
+    if detach and not wait:
+        path = str(run_dir.path)
+        say(
+            f"{run.name}: goes on without this process; Run.attach({path!r}) shows it, .stop() ends it"
+        )
     return run.wait(panel=panel) if wait else run
 
 # %% ../../nbs/launcher/10_api.ipynb #2aa94d27

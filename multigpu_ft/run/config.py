@@ -577,6 +577,14 @@ class RunConfig(
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            raise ConfigError(
+                f"a RunConfig can't be changed; cfg.replace({name}={value!r}) returns a changed copy."
+            ) from None
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
