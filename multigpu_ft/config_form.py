@@ -27,7 +27,7 @@ from .launcher.api import launch
 from .launcher.commands import recipe
 from .launcher.run import Run
 from .memory.api import estimate
-from .run.config import PRESET_NEEDS, PRESETS, RunConfig
+from .run.config import PRESET_NEEDS, PRESETS, RunConfig, refuse_other_than_config
 from .run.errors import ConfigError
 
 # %% ../nbs/01_config_form.ipynb #58c5611e
@@ -655,4 +655,6 @@ def form(cfg: RunConfig | None = None) -> Form:
     """Return a form for a `RunConfig`, starting from `cfg` or the defaults.
 
     Without a viewer it prints as Python and papermill lines."""
+    if cfg is not None:
+        refuse_other_than_config(cfg, "form")
     return Form(cfg)

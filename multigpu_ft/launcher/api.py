@@ -27,9 +27,9 @@ from .functions import call, run_script, start_agent
 from .nodes import Node, find_node, node_settings, open_run, start_supervisor
 from .run import Run
 from ..memory.api import plan_memory
-from ..run.config import RunConfig
+from ..run.config import PRESETS, RunConfig, refuse_other_than_config
 from ..run.environment import default_run_root, session_end, visible_gpus
-from ..run.errors import CheckpointError, ConfigError
+from ..run.errors import CheckpointError, ConfigError, briefly
 from ..run.run_dir import LIVE_STATES, PLAN_FILE, RunDir, write_json
 from ..run.secrets import use_secrets
 
@@ -91,7 +91,10 @@ def launch(
             )
         cfg = what if nnodes is None else what.replace(nnodes=nnodes)
         wait = not detach if wait is None else wait
-        return _launch_run(cfg, wait, detach, panel, force, find_node(cfg, node_rank, rdzv))
+        try:
+            return _launch_run(cfg, wait, detach, panel, force, find_node(cfg, node_rank, rdzv))
+        except OSError as error:  # such as a full disk
+            raise briefly(error) from None
     if (nnodes, node_rank, rdzv) != (None, None, None):
         raise ConfigError(
             "nnodes=, node_rank= and rdzv= belong to a RunConfig; functions and scripts run on one machine."
@@ -106,6 +109,8 @@ def launch(
         raise ConfigError("only a RunConfig can be launched with wait=False or detach=True.")
     if callable(what):
         return call(what, args, nproc)
+    if str(what) in PRESETS:
+        refuse_other_than_config(what, "launch")
     if not Path(what).is_file():
         raise ConfigError(
             f"there is no script {str(what)!r} here, in {os.getcwd()}; "

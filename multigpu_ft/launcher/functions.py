@@ -167,8 +167,8 @@ def call(
     dies."""
     if nproc is None:
         nproc = len(visible_gpus()) or 2
-    if nproc < 1:
-        raise ConfigError(f"nproc={nproc}: at least 1 process is needed.")
+    if not isinstance(nproc, int) or nproc < 1:
+        raise ConfigError(f"nproc={nproc!r}: expected a number of processes, at least 1 process.")
     use_secrets()
     _sweep()
     show = show or _show

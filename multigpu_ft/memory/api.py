@@ -30,7 +30,7 @@ from multigpu_ft.memory.fit import (
     remedies,
     simulations,
 )
-from ..run.config import BUILTIN_DATASET, RunConfig
+from ..run.config import BUILTIN_DATASET, RunConfig, refuse_other_than_config
 from multigpu_ft.run.environment import (
     GPU,
     default_run_root,
@@ -438,6 +438,7 @@ def estimate(
     machine, or two T4s if it has none. The run is simulated without a GPU and without weights.
     Raises `ConfigError` for an unknown GPU, `ModelError` for a model of unknown shape, and
     `NoEstimate` if the model can't be simulated."""
+    refuse_other_than_config(cfg, "estimate")
     gpu, count, here = _machine(cfg, gpus, gpu_memory_gib)
     with simulations() as ask:
         return _estimate(ask, cfg, gpu, count, here)

@@ -15,7 +15,7 @@ from .errors import ConfigError, DataError, did_you_mean
 from .secrets import refuse_secrets
 
 # %% auto #0
-__all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'PRESETS', 'PRESET_NEEDS', 'RunConfig', 'plain_values']
+__all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'PRESETS', 'PRESET_NEEDS', 'RunConfig', 'plain_values', 'refuse_other_than_config']
 
 # %% ../../nbs/run/04_config.ipynb #d75e2439
 def _field(
@@ -931,3 +931,14 @@ def _preset_settings(name: str) -> dict[str, Any]:
         guess = did_you_mean(str(name), PRESETS)
         raise ConfigError(f"unknown preset {name!r}{guess}; available: {', '.join(PRESETS)}.")
     return PRESETS[name]
+
+# %% ../../nbs/run/04_config.ipynb #d613eaf1
+def refuse_other_than_config(cfg: Any, function: str) -> None:
+    "Raise `ConfigError` if the argument `cfg` of `function` is not a `RunConfig`, but a name, say."
+    if isinstance(cfg, RunConfig):
+        return
+    is_preset = isinstance(cfg, str) and cfg in PRESETS
+    makes = f"RunConfig.preset({cfg!r})" if is_preset else "RunConfig(...)"
+    raise ConfigError(
+        f"{function} takes a RunConfig, not a {type(cfg).__name__}; {makes} makes one."
+    )
