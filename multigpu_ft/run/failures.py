@@ -101,10 +101,13 @@ def _where(run_dir: RunDir, failure: dict[str, Any]) -> str:
         is_whole = not any("folded" in frame for frame in frames)
         place = "" if is_whole else _ATTRIBUTE
     elif "node" in failure:
-        place = f"logs/rank{failure['rank']}.log on {failure['node']}"
+        place = f"logs/rank{failure.get('rank')}.log on {failure['node']}"
     else:
-        place = find_log(run_dir, failure["rank"]) or _ATTRIBUTE
-    lines = frame_lines(frames)
+        place = find_log(run_dir, failure.get("rank", "agent")) or _ATTRIBUTE
+    try:
+        lines = frame_lines(frames)
+    except (AttributeError, LookupError, TypeError, ValueError):  # status.json is damaged
+        lines = []
     lines += ["", f"Whole traceback: {place}"] if place else []
     return "\n".join(["", "", *lines]) if lines else ""
 
