@@ -174,9 +174,7 @@ def _launch_run(
         raise
     if detach and not wait:
         path = str(run_dir.path)
-        say(
-            f"{run.name}: goes on without this process; Run.attach({path!r}) shows it, .stop() ends it"
-        )
+        say(f"{run.name}: outlives this process; Run.attach({path!r}) shows it, run.stop() ends it")
     return run.wait(panel=panel) if wait else run
 
 # %% ../../nbs/launcher/10_api.ipynb #2aa94d27

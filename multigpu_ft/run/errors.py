@@ -110,6 +110,8 @@ def _place(file: str) -> str:
     )
     if named := name_of_cell(file):
         return " ".join(named)
+    if earlier_ipython := re.match(r"<ipython-input-(\d+)-", file):
+        return f"Cell In[{earlier_ipython[1]}]"
     if "ipykernel_" in file:
         return "a cell"
     here = os.path.join(os.getcwd(), "")
@@ -170,7 +172,7 @@ def _show_in_a_script(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
     if hasattr(error, "_render_traceback_") and not sys.flags.dev_mode:
-        print("\n".join(_render(error)), file=sys.stderr)
+        print("\n".join(error._render_traceback_()), file=sys.stderr)
     else:
         _hook_before(kind, error, frames)
 
