@@ -6,6 +6,7 @@
 __all__ = ['for_this_machine', 'launch', 'Runs', 'runs']
 
 # %% ../../nbs/launcher/10_api.ipynb #ad0c9777
+import errno
 import os
 import socket
 import time
@@ -93,7 +94,12 @@ def launch(
         wait = not detach if wait is None else wait
         try:
             return _launch_run(cfg, wait, detach, panel, force, find_node(cfg, node_rank, rdzv))
-        except OSError as error:  # such as a full disk
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                error.strerror = (
+                    f"no space is left under run_root={cfg.run_root!r}; free some, "
+                    "or set run_root to a folder on another disk"
+                )
             raise briefly(error) from None
     if (nnodes, node_rank, rdzv) != (None, None, None):
         raise ConfigError(
