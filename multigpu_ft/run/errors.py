@@ -207,8 +207,15 @@ class NodesError(_Refusal):
     "Machines of one run that can't find each other."
 
 # %% ../../nbs/run/01_errors.ipynb #7e91f7ec
+def _initials(name: str) -> str:
+    return "".join(part[:1] for part in name.split("_"))
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    "Return a suggestion for an error message: the known name nearest to `name`, if one is near."
+    """Return a suggestion for an error message: the known name nearest to `name`, or the longest one
+    with these initials, if there is one."""
     spelt = {word.lower(): word for word in known}
-    close = difflib.get_close_matches(name.lower(), spelt, n=1)
+    close = difflib.get_close_matches(name.lower(), spelt, n=1) or sorted(
+        (word for word in spelt if _initials(word) == name.lower()), key=len, reverse=True
+    )
     return f" (did you mean {spelt[close[0]]!r}?)" if close else ""
