@@ -38,6 +38,7 @@ from multigpu_ft.run.config import (
     PRESET_NEEDS,
     PRESETS,
     RunConfig,
+    refuse_other_than_config,
 )
 from .run.errors import ConfigError
 from .run.numbers import change, held_out_changes
@@ -1105,4 +1106,6 @@ def form(cfg: RunConfig | None = None) -> Form:
     """Return a form for a `RunConfig`, starting from `cfg` or the defaults.
 
     Without a viewer it prints as Python and papermill lines."""
+    if cfg is not None:
+        refuse_other_than_config(cfg, "form")
     return Form(cfg)

@@ -38,6 +38,20 @@ def _run_cell(code: str, pushed: dict[str, Any], pulled: list[str]) -> dict[str,
     return {name: namespace[name] for name in pulled if name in namespace}
 
 # %% ../nbs/03_magic.ipynb #89a7ea6a
+def _refuse_bad_syntax(code: str) -> None:
+    "Raise `ConfigError`, before any process starts, if `code` is not Python."
+    try:
+        ast.parse(code, _CELL)
+    except SyntaxError as error:
+        line = (error.text or "").rstrip()
+        what = f"line {error.lineno} of the %%torchrun cell is not Python: {error.msg}"
+        if line.lstrip().startswith(("%", "!")):
+            what += "; ranks know no %magics and no !commands, put them into a cell of their own"
+        elif line:
+            what += f"\n  {line}\n  {' ' * ((error.offset or 1) - 1)}^"
+        raise ConfigError(what) from None
+
+
 @magics_class
 class TorchrunMagics(Magics):
     "`%%torchrun`, after `%load_ext multigpu_ft`."
@@ -64,7 +78,7 @@ class TorchrunMagics(Magics):
     def torchrun(self, line: str, cell: str) -> None:
         "Run the cell on every rank."
         options = parse_argstring(self.torchrun, line)
-        ast.parse(cell, _CELL)  # raises a syntax error before any process starts
+        _refuse_bad_syntax(cell)
         push, pull = (
             [name.strip() for names in given for name in names.split(",") if name.strip()]
             for given in (options.push, options.pull)

@@ -151,7 +151,8 @@ def failing_rank(tmp_path):
         "    signal.signal(signal.SIGALRM, fail)\n"
         "    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.1)\n"
     )
-    return {"PYTHONPATH": str(folder)}
+    places = [str(folder), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 @pytest.fixture

@@ -302,6 +302,8 @@ def _facts(task: str, status: dict[str, Any], curve: Curve) -> list[tuple[str, s
 def _failure_html(error: Exception) -> str:
     "Return the root exception in a line, the rest folded below."
     first, _, rest = str(error).partition("\n")
+    if whole := getattr(error, "traceback", None):
+        rest = f"Traceback of rank {error.rank}:\n{whole}"
     name = "" if type(error).__name__ == "RunFailed" else f"{type(error).__name__}: "
     folded = (
         f"<details><summary>traceback and log</summary><pre {_PRE}>{escape(rest.strip())}</pre></details>"

@@ -291,7 +291,10 @@ def _job_config(fine_tuned: FineTuned | None, settings: dict[str, Any]) -> RunCo
 
     `settings` are the arguments of `generate`."""
     if fine_tuned and fine_tuned.config.task == "classification":
-        raise ConfigError(f"{fine_tuned.name} is a classifier and can't generate text.")
+        raise ConfigError(
+            f"{fine_tuned.name} is a classifier and can't generate text; "
+            "use a model trained with task='causal-lm' or 'chat'."
+        )
     optional = {name: settings[name] for name in ("dtype", "nproc", "max_hours")}
     fields = {
         "dataset": _absolute(settings["dataset"]),

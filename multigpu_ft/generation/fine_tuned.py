@@ -264,7 +264,8 @@ def newest_fine_tuned(run: RunDir) -> FineTuned:
     checkpoints = run.checkpoints()
     if not checkpoints:
         raise CheckpointError(
-            f"{run.name} has no model: it is {run.status()['state']}, without an export or a checkpoint."
+            f"{run.name} has neither an export nor a checkpoint yet, and its state is "
+            f"{run.status()['state']}; train it until it has saved one."
         )
     return fine_tuned_checkpoint(checkpoints[-1])
 

@@ -189,8 +189,8 @@ class _RunDirLogs(LogsSpecs):
 def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]) -> dict[str, Any]:
     """Return the failure to report.
 
-    It has `rank`, `pid`, `exitcode`, and `type`, `text`, `clear`, `traceback` of its exception if
-    there was one."""
+    It has `rank`, `pid`, `exitcode`, and `type`, `text`, `clear`, `frames`, `traceback` of its
+    exception if there was one."""
     errors = {rank: error for rank in exit_codes if (error := read_error(run_dir.error_file(rank)))}
     # the agent's signal, and NCCL's after a peer is lost
     after = (-signal.SIGTERM, -signal.SIGABRT) if errors else (-signal.SIGTERM,)
@@ -217,6 +217,7 @@ def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]
             type=error["type"],
             text=error["text"],
             clear=error["clear"],
+            frames=error.get("frames", []),
             traceback=error["py_callstack"],
             time=error["time"],
         )

@@ -6,6 +6,7 @@
 __all__ = ['for_this_machine', 'launch', 'Runs', 'runs']
 
 # %% ../../nbs/launcher/10_api.ipynb #ad0c9777
+import errno
 import os
 import socket
 import time
@@ -36,9 +37,9 @@ from .nodes import Node, find_node, node_settings, open_run, start_supervisor
 from .restarts import attempt_of, reopen
 from .run import Run
 from ..memory.api import plan_memory
-from ..run.config import RunConfig
+from ..run.config import PRESETS, RunConfig, refuse_other_than_config
 from ..run.environment import default_run_root, session_end, visible_gpus
-from ..run.errors import CheckpointError, ConfigError
+from ..run.errors import CheckpointError, ConfigError, briefly
 from ..run.experiment import nothing_left
 from ..run.processes import is_alive
 from multigpu_ft.run.run_dir import (
@@ -74,7 +75,7 @@ def launch(
     what: RunConfig | Callable[..., Any] | str | Path,
     *args: Any,
     nproc: int | None = None,
-    wait: bool = True,
+    wait: bool | None = None,
     detach: bool = False,
     panel: bool | CellOutput | None = None,
     force: bool = False,
@@ -86,7 +87,8 @@ def launch(
 
     With a `RunConfig`, train on all GPUs, or in 2 processes without a GPU. Shows progress until
     the run has ended and returns the `Run`; with `wait=False` it returns at once. With
-    `detach=True` the run outlives this kernel (`Run.attach` finds it again). `panel` is as in
+    `detach=True` it returns at once and the run outlives this kernel (`Run.attach` finds it
+    again); with `wait=True` as well, it waits for a run that outlives it. `panel` is as in
     `Run.show`. On GPUs, memory is estimated first: a run that can't fit is rejected with a
     `ConfigError` that says what would fit, unless `force=True`. Raises `DataError` or
     `CheckpointError` for other problems that can be checked at once; waiting raises as `Run.wait`
@@ -107,7 +109,16 @@ def launch(
                 "RunConfig: launch(cfg.replace(nproc=2))."
             )
         cfg = what if nnodes is None else what.replace(nnodes=nnodes)
-        return _launch_run(cfg, wait, detach, panel, force, find_node(cfg, node_rank, rdzv))
+        wait = not detach if wait is None else wait
+        try:
+            return _launch_run(cfg, wait, detach, panel, force, find_node(cfg, node_rank, rdzv))
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                error.strerror = (
+                    f"no space is left under run_root={cfg.run_root!r}; free some, "
+                    "or set run_root to a folder on another disk"
+                )
+            raise briefly(error) from None
     if (nnodes, node_rank, rdzv) != (None, None, None):
         raise ConfigError(
             "nnodes=, node_rank= and rdzv= belong to a RunConfig; functions and scripts run on one machine."
@@ -118,10 +129,12 @@ def launch(
             "RunConfig(...) or RunConfig.preset(name) makes one. "
             "A script is named by its path."
         )
-    if detach or not wait:
+    if detach or wait is False:
         raise ConfigError("only a RunConfig can be launched with wait=False or detach=True.")
     if callable(what):
         return call(what, args, nproc)
+    if str(what) in PRESETS:
+        refuse_other_than_config(what, "launch")
     if not Path(what).is_file():
         raise ConfigError(
             f"there is no script {str(what)!r} here, in {os.getcwd()}; "
@@ -184,6 +197,9 @@ def _launch_run(
     except BaseException:  # also an interrupt, or the agent would stay behind
         run.kill()
         raise
+    if detach and not wait:
+        path = str(run_dir.path)
+        say(f"{run.name}: outlives this process; Run.attach({path!r}) shows it, run.stop() ends it")
     return run.wait(panel=panel) if wait else run
 
 # %% ../../nbs/launcher/10_api.ipynb #2aa94d27

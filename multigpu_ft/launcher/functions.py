@@ -29,8 +29,8 @@ from typing import Any
 import psutil
 
 from ..run.environment import visible_gpus
-from ..run.errors import ConfigError
-from ..run.failures import RunFailed, ending, failure_of, tail
+from ..run.errors import ConfigError, briefly
+from ..run.failures import RunFailed, end_of_log, ending, failure_of
 from ..run.processes import end_with_agent, is_running, leave, write_error
 from ..run.run_dir import RunDir, write_json
 from ..run.secrets import use_secrets
@@ -167,8 +167,8 @@ def call(
     dies."""
     if nproc is None:
         nproc = len(visible_gpus()) or 2
-    if nproc < 1:
-        raise ConfigError(f"nproc={nproc}: at least 1 process is needed.")
+    if not isinstance(nproc, int) or nproc < 1:
+        raise ConfigError(f"nproc={nproc!r}: expected a number of processes, at least 1 process.")
     use_secrets()
     _sweep()
     show = show or _show
@@ -182,10 +182,10 @@ def call(
             while agent.poll() is None:
                 show(streams.read())
                 time.sleep(_LOOK_EVERY_S)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             _interrupt(agent)
             show(streams.read(final=True))
-            raise
+            raise briefly(interrupt) from None
         show(streams.read(final=True))
         return _outcome(run_dir, agent)
     finally:
@@ -229,12 +229,10 @@ def _outcome(run_dir: RunDir, agent: subprocess.Popen) -> Any:
         raise failure_of(run_dir, failure) from None
     if agent.returncode:
         what = f"the torchrun agent (pid {agent.pid}) {ending(agent.returncode)}, and its ranks with it"
-        raise RunFailed(f"{what}. The end of its log:\n{tail(run_dir.log_file('agent'))}")
+        raise RunFailed(f"{what}. {end_of_log(run_dir, 'agent')}")
     result = run_dir.path / _RESULT
     if not result.exists():
-        raise RunFailed(
-            f"rank 0 ended without returning. The end of its log:\n{tail(run_dir.log_file(0))}", 0
-        )
+        raise RunFailed(f"rank 0 ended without returning. {end_of_log(run_dir, 0)}", 0)
     return pickle.loads(result.read_bytes())
 
 # %% ../../nbs/launcher/02_functions.ipynb #2e2b6be7

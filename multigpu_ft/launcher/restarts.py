@@ -37,12 +37,13 @@ def _advice(cfg: RunConfig, failure: dict[str, Any]) -> dict[str, Any]:
         f"rank {failure['rank']} ran out of memory in step {failure['step']} with batch_size={cfg.batch_size}, "
         "which can't be reduced further. "
         f"Use activation_checkpointing='full', a max_length below {cfg.max_length}, strategy='fsdp', more GPUs, "
-        f"or a smaller model. The checkpoints keep what was trained.\n\n{failure.get('traceback', '')}"
+        f"or a smaller model. The checkpoints keep what was trained."
     )
     return {
         "rank": failure["rank"],
         "exitcode": failure["exitcode"],
         "text": text,
+        "frames": failure.get("frames", []),
         "traceback": failure.get("traceback"),
     }
 

@@ -32,8 +32,8 @@ from .commands import changed_settings, recipe
 from .outputs import copy_to_kept
 from .restarts import attempt_of
 from ..run.config import RunConfig
-from ..run.errors import ConfigError
-from ..run.failures import ending, failure_of, tail
+from ..run.errors import ConfigError, briefly
+from ..run.failures import end_of_log, ending, failure_of, find_log, tail
 from ..run.processes import is_alive, is_stopped, processes_of
 from ..run.run_dir import BY_SIGNAL, FINAL_STATES, FINISHED_STATES, LIVE_STATES, RunDir
 
@@ -131,8 +131,8 @@ class _Processes:
         agent, run_dir = self._agent, self._run_dir
         if agent and agent.returncode and run_dir.status()["state"] in LIVE_STATES:
             how = f"(pid {agent.pid}) {ending(agent.returncode)}"
-            text = f"the torchrun agent {how}, and its ranks with it. The end of its log:\n"
-            failure = {"text": text + tail(run_dir.log_file("agent"))}
+            text = f"the torchrun agent {how}, and its ranks with it. "
+            failure = {"text": text + end_of_log(run_dir, "agent")}
             run_dir.update_status(state="failed", activity=None, failure=failure)
 
 # %% ../../nbs/launcher/09_run.ipynb #0119a2dc
@@ -187,17 +187,13 @@ def _gone(run_dir: RunDir, status: dict[str, Any]) -> str:
 
 
 def _find_log(run_dir: RunDir, rank: int | str) -> Path:
-    "Return the log of `rank`. Raises `ValueError` if there is none."
-    path = run_dir.log_file(rank)
-    if not path.exists():
-        # a rank of another node, on a shared disk
-        path = next(run_dir.main.path.glob(f"nodes/*/logs/{path.name}"), path)
-    if not path.exists():
-        raise ValueError(
-            f"{run_dir.name} has no log of rank {rank!r}; there are: "
-            f"{', '.join(sorted(p.stem for p in path.parent.iterdir()))}."
-        )
-    return path
+    "Return the log of `rank`. Raises `ConfigError` if there is none."
+    if path := find_log(run_dir, rank):
+        return path
+    logs = sorted(path.stem for path in run_dir.path.glob("logs/*.log"))
+    raise ConfigError(
+        f"{run_dir.name} has no log of rank {rank!r}; there are: {', '.join(logs) or 'none yet'}."
+    )
 
 # %% ../../nbs/launcher/09_run.ipynb #886c111c
 def _progress(run: "_RunInfo", recent: int = 20) -> str:
@@ -294,10 +290,11 @@ def _save_picture(run: _RunInfo) -> Path | None:
 class _Display:
     """A line or a panel that shows `run` in one cell.
 
-    `panel` is as in `Run.show`. Remarks are added to `said`, and none is shown twice."""
+    `panel` is as in `Run.show`. Remarks are added to `said`, and none is shown twice. One whose
+    count grows is shown at its beginning and at the end."""
 
     def __init__(self, run: "Run", said: set[str], panel: bool | CellOutput | None) -> None:
-        self._run, self._said = run, said
+        self._run, self._said, self._known = run, said, 0
         self._shown: LiveLine | Panel
         if panel is False or (panel is None and not has_viewer()):
             self._shown = LiveLine()
@@ -307,12 +304,14 @@ class _Display:
     def line(self) -> str:
         return _progress(self._run)
 
-    def update(self) -> None:
+    def update(self, final: bool = False) -> None:
         self._shown.show(self.line)
-        for remark in self._run.status.get("remarks", []):
-            if remark not in self._said:
+        remarks = self._run.status.get("remarks", [])
+        for number, remark in enumerate(remarks):
+            if remark not in self._said and (final or number >= self._known):
                 self._said.add(remark)
                 self.say(remark)
+        self._known = max(self._known, len(remarks))
 
     def update_stopping(self) -> None:
         self._shown.show(lambda: f"{self.line()} · stopping, interrupt again to kill")
@@ -399,7 +398,7 @@ class _Viewer:
             self._processes.record_crash()
             picture = _save_picture(self._run) if draw else None
             if self.display:
-                self.display.update()
+                self.display.update(final=True)
                 self.display.end(picture)
                 self.display = None
             self._ended = True
@@ -451,14 +450,14 @@ class Run(_RunInfo):
             display = viewer.open(panel)
             if not viewer.watch(display, deadline, is_shared):
                 late = f"{self.name} is still {self.state} after {timeout:g} s; it continues."
-                raise TimeoutError(late)
+                raise briefly(TimeoutError(late))
         except KeyboardInterrupt as interrupt:
             try:
                 self.stop(BY_SIGNAL if isinstance(interrupt, Terminated) else "")
             except KeyboardInterrupt:
                 # the second interrupt, without time for a picture
                 viewer.end(draw=False)
-                raise
+                raise briefly(interrupt) from None
         failure = viewer.end()
         viewer.join()
         if failure:

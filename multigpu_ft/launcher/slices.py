@@ -23,7 +23,7 @@ from ..display.tables import text_table
 from .api import runs
 from .commands import changed_settings, recipe
 from .run import Run
-from ..run.config import RunConfig
+from ..run.config import RunConfig, refuse_other_than_config
 from ..run.errors import ConfigError, DataError
 from ..run.failures import RunFailed, tail
 from ..run.run_dir import FINISHED_STATES, LIVE_STATES, short_name
@@ -287,6 +287,7 @@ def run_slices(cfg: RunConfig) -> Slices:
     lets the current slice save and ends the series there; the same call resumes it. Raises
     `ConfigError` if the recipe is not found or the series is already running, `DataError` as
     `Slices` does, and the error of a slice that fails."""
+    refuse_other_than_config(cfg, "run_slices")
     slices, begun = Slices(cfg), time.monotonic()
     if not recipe().exists():
         raise ConfigError(

@@ -34,7 +34,7 @@ from multigpu_ft.memory.fit import (
     simulations,
 )
 from ..models.shapes import count_parameters, find_shape
-from ..run.config import BUILTIN_MODEL, RunConfig
+from ..run.config import BUILTIN_MODEL, RunConfig, refuse_other_than_config
 from multigpu_ft.run.environment import (
     LONGEST_SESSION,
     GPU,
@@ -508,6 +508,7 @@ def estimate(
     machine, or two T4s if it has none. The run is simulated without a GPU and without weights.
     Raises `ConfigError` for an unknown GPU, `ModelError` for a model of unknown shape, and
     `NoEstimate` if the model can't be simulated."""
+    refuse_other_than_config(cfg, "estimate")
     machine = _machine(cfg, gpus, gpu_memory_gib)
     with simulations() as ask:
         return _estimate(ask, cfg, machine)

@@ -16,7 +16,8 @@ from .errors import ConfigError, DataError, did_you_mean
 from .secrets import refuse_secrets
 
 # %% auto #0
-__all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'OPTIMIZERS', 'PRESETS', 'PRESET_NEEDS', 'Optimizer', 'RunConfig', 'plain_values']
+__all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'OPTIMIZERS', 'PRESETS', 'PRESET_NEEDS', 'Optimizer', 'RunConfig', 'plain_values',
+           'refuse_other_than_config']
 
 # %% ../../nbs/run/04_config.ipynb #d75e2439
 def _field(
@@ -596,6 +597,14 @@ class RunConfig(
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            raise ConfigError(
+                f"a RunConfig can't be changed; cfg.replace({name}={value!r}) returns a changed copy."
+            ) from None
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -949,3 +958,14 @@ def _preset_settings(name: str) -> dict[str, Any]:
         guess = did_you_mean(str(name), PRESETS)
         raise ConfigError(f"unknown preset {name!r}{guess}; available: {', '.join(PRESETS)}.")
     return PRESETS[name]
+
+# %% ../../nbs/run/04_config.ipynb #d613eaf1
+def refuse_other_than_config(cfg: Any, function: str) -> None:
+    "Raise `ConfigError` if the argument `cfg` of `function` is not a `RunConfig`, but a name, say."
+    if isinstance(cfg, RunConfig):
+        return
+    is_preset = isinstance(cfg, str) and cfg in PRESETS
+    makes = f"RunConfig.preset({cfg!r})" if is_preset else "RunConfig(...)"
+    raise ConfigError(
+        f"{function} takes a RunConfig, not a {type(cfg).__name__}; {makes} makes one."
+    )

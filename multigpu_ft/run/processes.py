@@ -20,10 +20,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
+from .errors import short_frames
 from .run_dir import LIVE_STATES, RunDir, write_json
 from .secrets import hide_secrets
 
@@ -143,6 +144,7 @@ def write_error(path: Path, error: BaseException) -> None:
                 "type": kind.__name__,
                 "text": hide_secrets(str(error)),
                 "clear": clear,
+                "frames": [_without_secrets(frame) for frame in short_frames(error)],
                 "time": time.time(),
             },
         }
@@ -150,8 +152,12 @@ def write_error(path: Path, error: BaseException) -> None:
     write_json(path, record)  # the agent may read it while another failing rank writes
 
 
+def _without_secrets(frame: dict[str, Any]) -> dict[str, Any]:
+    return {k: hide_secrets(v) if isinstance(v, str) else v for k, v in frame.items()}
+
+
 def read_error(path: Path) -> dict | None:
-    """Read `type`, `text`, `clear`, `time` and `py_callstack` from an error file; None if there is
+    """Read `type`, `text`, `clear`, `frames`, `time` and `py_callstack` from an error file; None if there is
     none."""
     try:
         return json.loads(path.read_text())["message"]["extraInfo"]

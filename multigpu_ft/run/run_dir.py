@@ -268,6 +268,7 @@ class _NodeDir:
 # Others may pass, such as a full disk.
 _OF_THE_NAME = (
     errno.ENAMETOOLONG,
+    errno.ENOENT,
     errno.ENOTDIR,
     errno.EEXIST,
     errno.EACCES,
@@ -397,11 +398,20 @@ class RunDir(_NodeDir):
     def config(self) -> RunConfig:
         "Return the run's configuration. Raises `ConfigError` if `path` is not a run directory."
         try:
-            return RunConfig(**read_json(self.path / "config.json"))
+            values = read_json(self.path / "config.json")
         except FileNotFoundError:
             if self.main is not self:
                 return self.main.config()
-        raise ConfigError(f"{self.path} is not a run directory: config.json is missing.")
+            raise ConfigError(
+                f"{self.path} is not a run directory: config.json is missing; "
+                "runs(run_root) lists the runs in a folder."
+            ) from None
+        if "model_type" in values:
+            raise ConfigError(
+                f"{self.path} is not a run directory: its config.json is a model's; "
+                "runs(run_root) lists the runs in a folder."
+            )
+        return RunConfig(**values)
 
     def checkpoints(self) -> list[Path]:
         """Return the checkpoints that were once complete, oldest first.

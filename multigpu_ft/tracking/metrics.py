@@ -77,14 +77,18 @@ class RunLog:
             with suppress(OSError):
                 self._run_dir.update_status(**changes)
 
-    def remark(self, text: str) -> None:
-        """Tell the user something that doesn't end training.
+    def remark(self, text: str, instead_of: str | None = None) -> None:
+        """Tell the user something that doesn't end training, in the place of the remark
+        `instead_of` if there is one.
 
         It is printed to the log, kept in status.json and shown by the notebook.
         """
         if self._is_main and text not in self._remarks:
             print(text, flush=True)
-            self._remarks.append(text)
+            if instead_of in self._remarks:
+                self._remarks[self._remarks.index(instead_of)] = text
+            else:
+                self._remarks.append(text)
             self.status(remarks=self._remarks)
 
     def heartbeat(self, **changes: Any) -> None:

@@ -36,6 +36,9 @@ class Saves:
     room: int
     newest_step: int  # the step of the newest save
     error: Exception | None = None  # of the newest save, until it was handled
+    failed: int = 0  # saves in a row
+    failed_at: int = 0  # the step of the last of them
+    told: str | None = None  # the remark about them
 
     def minutes_are_over(self) -> bool:
         "Return True on rank 0 when `save_minutes` have passed since the last save."
@@ -71,7 +74,9 @@ class Saves:
         self.error = save.error
         if save.error:
             self._forget_best(save.name)
+            self.failed_at = save.step
             return
+        self._mark_success(save.step)
         self.time_budget.saved(save.seconds)
         took = {
             "step": save.step,
@@ -97,4 +102,23 @@ class Saves:
         if isinstance(error, FloatingPointError) or (error and self.cfg.save_failure == "stop"):
             raise error
         if error:
-            self.rank.run_log.remark(f"{str(error).rstrip('.')}. Training continues")
+            self.failed += 1
+            self._tell(f"{self._count()}: {str(error).rstrip('.')}", "Training continues")
+
+    def _count(self) -> str:
+        if self.failed == 1:
+            return f"a save failed at step {self.failed_at}"
+        return f"{self.failed} saves failed, the last at step {self.failed_at}"
+
+    def _tell(self, what: str, then: str) -> None:
+        "Say it in the place of the last remark about failed saves, so that they don't pile up."
+        text = f"{what}. {then}"
+        self.rank.run_log.remark(text, instead_of=self.told)
+        self.told = text
+
+    def _mark_success(self, step: int) -> None:
+        "Say that the failed saves are over, if there were any."
+        if self.told:
+            what, _, _ = self.told.rpartition(". ")
+            self._tell(what, f"The save at step {step} succeeded")
+        self.failed, self.told = 0, None

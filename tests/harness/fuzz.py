@@ -1146,6 +1146,11 @@ FAILURE = {
     "type": "ValueError",
     "text": "no",
     "traceback": "Trace",
+    "frames": [
+        {"folded": 3, "of": ["multigpu_ft", "torch"]},
+        {"file": "a.py", "line": 3, "name": "f", "code": "g()"},
+        {"cause": "KeyError: 1"},
+    ],
     "clear": False,
     "pid": 2**22 + 1,
     "node": "node 1",

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import tempfile
@@ -55,9 +56,12 @@ class Kernel:
 
 
 class CellError(Exception):
-    def __init__(self, name, value, output):
+    "The error of a cell. `shown` is what a person sees of it, in lines without colours."
+
+    def __init__(self, name, value, output, traceback):
         super().__init__(f"{name}: {value}")
         self.name, self.value, self.output = name, value, output
+        self.shown = re.sub("\x1b\\[[0-9;]*m", "", "\n".join(traceback)).splitlines()
 
 
 class _Cell:
@@ -83,7 +87,8 @@ class _Cell:
             elif kind in ("display_data", "execute_result", "update_display_data"):
                 shown.append(content["data"].get("text/plain", ""))
             elif kind == "error":
-                error = CellError(content["ename"], content["evalue"], "\n".join(shown))
+                name, value, lines = (content[k] for k in ("ename", "evalue", "traceback"))
+                error = CellError(name, value, "\n".join(shown), lines)
             elif kind == "status" and content["execution_state"] == "idle":
                 if error:
                     raise error

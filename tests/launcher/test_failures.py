@@ -54,7 +54,8 @@ def test_one_rank_raises(kernel, run_root, failing_rank):
         error.name == "RunFailed"
         and "rank 1 raised ZeroDivisionError: planted in rank 1" in error.value
     )
-    assert "Traceback of rank 1" in error.value and "trainer.py" in error.value
+    log = run_dir / "logs" / "rank1.log"
+    assert f"Whole traceback: {log}" in error.value and "trainer.py" in log.read_text()
     until(lambda: not processes(run_root), 2, "all processes gone")
 
 

@@ -147,7 +147,7 @@ def test_the_magic(kernel):
     assert (
         caught.value.name == "RunFailed"
         and "rank 1 raised ZeroDivisionError" in caught.value.value
-        and "    1 / 0" in caught.value.value
+        and "  the %%torchrun cell, line 2: 1 / 0" in caught.value.value
     )
     for cell, words in (
         ("%%torchrun\na b", "invalid syntax"),
