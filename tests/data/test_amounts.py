@@ -16,7 +16,7 @@ def amounts(tmp_path, rows, packing="packed", **settings):
 
 def test_rows_are_packed_into_sequences_and_sequences_into_steps(tmp_path):
     rows = [{"text": "a word " * 20}] * 1500
-    found = amounts(tmp_path, rows, batch_size=2, accum_steps=3, max_length=64, num_epochs=2)
+    found = amounts(tmp_path, rows, batch_size=2, accum_steps=3, max_length=256, num_epochs=2)
     assert (found.rows, found.rows_are_known, found.a_step) == (1500, True, 12)
     assert found.sequences < 1500 and not found.bound and not found.exact, "a sample of 1,000"
     assert found.steps == 2 * -(-found.sequences // 12)
@@ -56,7 +56,7 @@ def test_conversations_and_pairs_are_counted(tmp_path):
     short = amounts(tmp_path, [{"messages": turns}] * 8, task="chat")
     long = amounts(tmp_path, [{"messages": turns * 9}] * 8, task="chat")
     assert 8 * 10 < short.tokens < long.tokens and "about" in str(long)
-    one = {"task": "classification", "packing": "padded"}
+    one = {"task": "classification"}
     rows = [{"text": "some words", "other": "some more words", "label": 1}] * 8
     alone = amounts(tmp_path, rows, "padded", **one)
     pair = amounts(tmp_path, rows, "padded", text_pair_field="other", **one)
