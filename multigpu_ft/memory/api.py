@@ -519,8 +519,8 @@ def _estimate(ask: Simulations, cfg: RunConfig, machine: Machine, search: bool =
     return Estimate(cfg, fit, remedies(ask, fit) if search and not fit.fits else [], machine)
 
 # %% ../../nbs/memory/06_api.ipynb #08dffd66
-_CORE_FLOPS = 20e9
-_SLOW_STEP, _SLOW_RUN = 60, 3600  # seconds; a run is slow if it exceeds both
+_CORE_FLOPS = 40e9
+_SLOW_STEP, _SLOW_RUN = 30, 3600  # seconds; a run is slow if it exceeds both
 
 
 def too_slow_here(cfg: RunConfig) -> str | None:
