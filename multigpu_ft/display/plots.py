@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INK', 'BLUE', 'ORANGE', 'GREEN', 'picture_style', 'new_figure', 'whole_numbers', 'png_bytes', 'notebook_shell',
-           'evaluations', 'loss_figure', 'figures_as_png', 'save_png', 'Curve', 'curve_svg']
+           'evaluations', 'can_be_drawn', 'loss_figure', 'figures_as_png', 'save_png', 'Curve', 'curve_svg']
 
 # %% ../../nbs/display/02_plots.ipynb #c4cc8fae
 import io
@@ -139,9 +139,10 @@ def evaluations(
     return found
 
 
-def _can_be_drawn(metrics: list[dict[str, Any]], evaluated: list[dict[str, Any]]) -> bool:
-    "Return whether one of the curves has two points."
-    return max(sum(m.get("loss") is not None for m in metrics), len(evaluated)) > 1
+def can_be_drawn(metrics: list[dict[str, Any]], before: dict[str, Any] | None) -> bool:
+    "Return whether a curve of `metrics`, after the evaluation `before`, has two points."
+    finite = sum(m.get("loss") is not None for m in metrics)
+    return max(finite, len(evaluations(metrics, before))) > 1
 
 # %% ../../nbs/display/02_plots.ipynb #a9195503
 @picture_style()
@@ -161,8 +162,7 @@ def loss_figure(
     figure, axes = new_figure(7, 5.2 if scored else 3.3, 2 if scored else 1, sharex=True)
     panels = axes[:, 0]
     panels[0].set_title(_plain(shorten(title, 70)), fontsize=10)
-    drawn = _can_be_drawn(metrics, evaluated) or over
-    if not drawn:
+    if not can_be_drawn(metrics, before) and not over:
         _say_instead(panels, metrics)
         return figure
     _draw_losses(panels[0], metrics, BLUE)
@@ -212,7 +212,8 @@ class Curve:
     """Loss (nats) and learning rate over the steps of a growing metrics.jsonl.
 
     `points` holds at most `2 * limit` of `(step, loss, learning_rate)`, `evaluated` as many of
-    `(step, loss)`, `last` the newest line, `recent` `(step, time)` of the newest twenty. `before`
+    `(step, loss)`, `last` the newest line, `scores` the newest evaluation, `recent` `(step, time)`
+    of the newest twenty. `before`
     is the `(step, loss)` of the evaluation before the first step; `over` are names and curves of
     other runs."""
 
@@ -228,6 +229,7 @@ class Curve:
         self._bucket: list[tuple[int, float, float]] = []
         self.evaluated: list[tuple[int, float]] = []
         self.last: dict[str, Any] = {}
+        self.scores: dict[str, float] = {}
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)
 
     @property
@@ -275,6 +277,8 @@ class Curve:
         if len(self.points) == 2 * self._limit:
             self.points = [_mean(self.points[i : i + 2]) for i in range(0, len(self.points), 2)]
             self._stride *= 2
+        if "eval_loss" in record:
+            self.scores = {n[5:]: record[n] for n in record if n.startswith("eval_")}
         if record.get("eval_loss") is not None:
             self.evaluated.append((record["step"], record["eval_loss"]))
             if len(self.evaluated) == 2 * self._limit:

@@ -776,7 +776,7 @@ def test_a_card_describes_the_model_and_how_to_load_it(tmp_path, settings, says,
         words in card
         for words in [
             *says,
-            "| evaluation accuracy | 0.5000 | 0.7500 |",
+            "| held-out accuracy | 50.0 % | 75.0 % |",
             "Compared with the base model: better",
         ]
     ), card
