@@ -331,7 +331,7 @@ def _pair(tag: str, left: str, right: str) -> str:
     return f'<tr style="background:none">{cells}</tr>'
 
 # %% ../../nbs/evaluation/06_report.ipynb #dd812374
-_IMAGE = "max-width:100%;background:#fff;border-radius:6px;padding:6px;box-sizing:border-box"
+_IMAGE = "max-width:100%"
 _ALT = {
     "loss": "Loss of each model with its interval, and its change from the base",
     "slices": "Loss over the texts trained on",

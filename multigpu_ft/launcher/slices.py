@@ -18,7 +18,14 @@ from ..checkpoints.discovery import belongs, find_checkpoints
 from ..checkpoints.manifest import difference, fingerprint
 from ..data.sources import count_rows
 from ..display.panel import LiveLine, progress_line
-from ..display.plots import figures_as_png, loss_figure, save_png
+from multigpu_ft.display.plots import (
+    INK,
+    ORANGE,
+    figures_as_png,
+    loss_figure,
+    picture_style,
+    save_png,
+)
 from ..display.tables import text_table
 from .api import runs
 from .commands import changed_settings, recipe
@@ -26,6 +33,7 @@ from .run import Run
 from ..run.config import RunConfig
 from ..run.errors import ConfigError, DataError
 from ..run.failures import RunFailed, tail
+from ..run.numbers import TRAINING_LOSS, span
 from ..run.run_dir import LIVE_STATES, short_name
 
 # %% ../../nbs/launcher/12_slices.ipynb #78cf5fe7
@@ -173,7 +181,7 @@ def _mark_slice(axes: Any, name: str, first_steps: list[int]) -> None:
     for number, step in enumerate(first_steps):
         axes.axvline(
             step - 0.5,
-            color="tab:gray" if number == 0 else "tab:red",
+            color=INK if number == 0 else ORANGE,
             linestyle="-" if number == 0 else ":",
             linewidth=1,
         )
@@ -189,6 +197,13 @@ def _mark_slice(axes: Any, name: str, first_steps: list[int]) -> None:
         )
 
 # %% ../../nbs/launcher/12_slices.ipynb #5f473821
+_HEADS = {
+    "first_loss": f"{TRAINING_LOSS}, first {_SHOWN}",
+    "last_loss": f"last {_SHOWN}",
+    "skipped_steps": "skipped",
+}
+
+
 class Slices:
     "A series of slices in its folder: `table`, `plot`, `state`."
 
@@ -237,7 +252,7 @@ class Slices:
     def _cells(self) -> list[list[str]]:
         rows = self.table()
         texts = [["" if v is None else str(v) for v in row.values()] for row in rows]
-        return [list(rows[0]), *texts]
+        return [[_HEADS.get(name, name) for name in rows[0]], *texts]
 
     def __str__(self) -> str:
         head, *rows = self._cells()
@@ -250,6 +265,7 @@ class Slices:
         head, *rows = ["| " + " | ".join(row) + " |" for row in cells]
         return "\n".join([head, "|---" * len(cells[0]) + "|", *rows])
 
+    @picture_style()
     def plot(self) -> Any:
         """Return a matplotlib figure of the loss over all slices.
 
@@ -260,12 +276,12 @@ class Slices:
         axes, was_cut_short = figure.axes[0], False
         for start, end in self.bounds:
             runs = self.runs(start)
-            _mark_slice(axes, f"rows {start}-{end}", sorted(set(_first_steps(runs))))
+            _mark_slice(axes, f"rows {span(start, end)}", sorted(set(_first_steps(runs))))
             if len({run.status.get("first_step") for run in runs}) > 1:
                 was_cut_short = True
         if was_cut_short:
-            axes.plot([], [], color="tab:red", linestyle=":", label="cut short, went on")
-            axes.legend(frameon=False)
+            axes.plot([], [], color=ORANGE, linestyle=":", label="cut short, went on")
+            axes.legend(fontsize=9)
         return figure
 
 # %% ../../nbs/launcher/12_slices.ipynb #3061873e
