@@ -75,7 +75,7 @@ def _end_row(cfg: RunConfig) -> int:
         end = cfg.replace(slice_size=num_rows).slice_end(num_rows)
     if (count := -(-(end - cfg.start_idx) // cfg.slice_size)) > _MOST:
         raise DataError(
-            f"rows {cfg.start_idx}-{end} are {count:,} slices of "
+            f"rows {span(cfg.start_idx, end)} are {count:,} slices of "
             f"slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most."
         )
     return end

@@ -31,6 +31,7 @@ from ..distributed.world import World
 from ..hub.upload import Uploader
 from ..run.config import RunConfig
 from ..run.environment import outputs_folder
+from ..run.numbers import span
 from ..run.processes import IDLE, LEFT, StopSignal, leave, torchrun_number, write_error
 from ..run.run_dir import RunDir
 from ..run.secrets import hide_secrets
@@ -596,7 +597,7 @@ def _message(training: Training) -> str | None:
         if early:
             had, remedy = f"was stopped early, by patience={cfg.patience}", "patience"
         return (
-            f"nothing was left to train: slice {texts.start_idx}-{texts.end_idx} {had}. "
+            f"nothing was left to train: slice {span(texts.start_idx, texts.end_idx)} {had}. "
             f"Take the next slice, raise {remedy}, or start over with resume_file='none'"
         )
     if (
