@@ -243,7 +243,8 @@ def steps_hint(cfg: RunConfig, status: dict[str, Any]) -> str:
     if status["texts"] != last - first:
         has += f" have {status['texts']:,} texts"
     ranks = status["world_size"]
-    made_of = f"batch_size {cfg.batch_size} × accum_steps {cfg.accum_steps} × {ranks} processes"
+    made_of = f"batch_size {cfg.batch_size} × accum_steps {cfg.accum_steps} × {ranks}"
+    made_of += " process" if ranks == 1 else " processes"
     of = f" ({made_of})" if each == cfg.batch_size * cfg.accum_steps * ranks else ""
     if status.get("packing") == "packed":
         has += f" of {status['tokens']:,} tokens, packed into {rows:,} of {cfg.max_length:,}"
@@ -382,7 +383,9 @@ def _losses(cfg: RunConfig, status: dict[str, Any], facts: dict[str, tuple[str, 
     if not rows and before is not None:
         value = score("loss", before) if after is None else change("loss", before, after)
         rows.append((FIRST_STEP_LOSS, (value, loss_unit(cfg.task))))
-    return [*rows, (TRAINING_LOSS, facts.get(TRAINING_LOSS, ("", "")))]
+    loss, unit = facts.get(TRAINING_LOSS, ("", ""))
+    last = "in the last step" if cfg.log_every == 1 else f"over the last {cfg.log_every:,} steps"
+    return [*rows, (TRAINING_LOSS, (loss, f"{unit}, {last}"))]
 
 
 def _results(run_dir: RunDir, status: dict[str, Any]) -> list[tuple[str, str]]:
