@@ -33,6 +33,7 @@ from multigpu_ft.run.numbers import (
     held_out_scores,
     loss_unit,
     percent,
+    rate,
     score,
     span,
 )
@@ -324,7 +325,7 @@ def _facts(cfg: RunConfig, status: dict[str, Any], curve: Curve) -> dict[str, tu
     return {
         TRAINING_LOSS: (loss, loss_unit(cfg.task)),
         **_held_out(cfg, status, curve),
-        "learning rate": (f"{last['learning_rate']:.3g}" if "learning_rate" in last else "", ""),
+        "learning rate": (rate(last["learning_rate"]) if "learning_rate" in last else "", ""),
         "speed": _speed(last),
         "peak memory": _memory(status, last),
         "skipped": (f"{skipped:,} steps" if skipped else "", "their gradient was not finite"),
@@ -460,12 +461,12 @@ def _running_headline(run: Any, status: dict[str, Any]) -> str:
 def _tiles(facts: dict[str, tuple[str, str]]) -> str:
     "Return the facts side by side, each in a place of its own from the beginning."
     cells = [
-        f'<div style="height:36px;line-height:18px;{_ONE_LINE}" title="{escape(more)}">'
+        f'<div style="height:36px;line-height:18px;{_ONE_LINE}" title="{escape(f"{value} {more}".strip())}">'
         f'<span style="font-size:11px;opacity:0.75">{"" if name in _RARE and not value else name}</span>'
         f"<br>{value or ('' if name in _RARE else '–')}</div>"
         for name, (value, more) in facts.items()
     ]
-    style = f"display:grid;grid-template-columns:repeat(auto-fill,minmax(142px,1fr));gap:2px 12px;{_WIDTH}"
+    style = f"display:grid;grid-template-columns:repeat(auto-fill,minmax(108px,1fr));gap:2px 12px;{_WIDTH}"
     return f'<div style="{style};font-variant-numeric:tabular-nums">{"".join(cells)}</div>'
 
 

@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..run.numbers import TRAINING_LOSS, score, shorten
+from ..run.numbers import TRAINING_LOSS, rate, score, shorten
 from ..run.run_dir import whole_records
 
 # %% ../../nbs/display/02_plots.ipynb #1fc50d8b
@@ -150,12 +150,12 @@ def loss_figure(
     metrics: list[dict[str, Any]],
     title: str,
     before: dict[str, Any] | None = None,
-    over: Sequence[tuple[str, list[dict[str, Any]]]] = (),
+    over: Sequence[tuple[str, list[dict[str, Any]], dict[str, Any] | None]] = (),
 ) -> Any:
     """Loss over steps of `metrics`, with a running mean, as a matplotlib `Figure`.
 
-    `before` is the evaluation before the first step, with its `step`. `over` are names and metrics
-    of other runs."""
+    `before` is the evaluation before the first step, with its `step`. `over` are the name, metrics
+    and first evaluation of other runs."""
     evaluated = evaluations(metrics, before)
     shares = {"eval_accuracy": ORANGE, "eval_f1": GREEN}
     scored = any("eval_accuracy" in m for m in evaluated)
@@ -167,10 +167,10 @@ def loss_figure(
         return figure
     _draw_losses(panels[0], metrics, BLUE)
     _draw_scores(panels[0], evaluated, {"eval_loss": ORANGE}, "o-", label="held-out loss")
-    for number, (name, others) in enumerate(over):
+    for number, (name, others, first) in enumerate(over):
         color = _OTHERS[number % len(_OTHERS)]
         _draw_losses(panels[0], others, color, name)
-        _draw_scores(panels[0], evaluations(others, None), {"eval_loss": color}, "o--")
+        _draw_scores(panels[0], evaluations(others, first), {"eval_loss": color}, "o--")
     for name, word in (("eval_accuracy", "accuracy"), ("eval_f1", "F1")) if scored else ():
         label = f"held-out {word}"
         _draw_scores(panels[1], evaluated, {name: shares[name]}, "o-", label=label)
@@ -317,14 +317,15 @@ class _Axes:
         at = self.left + across * (self.right - self.left), 18 + up * (self.HEIGHT - 42)
         return round(at[0], 1), round(at[1], 1)
 
-    def grid(self) -> str:
+    def grid(self, write: Callable[[float], str] = lambda y: f"{y:,.4g}") -> str:
+        "Return lines and numbers; `write` makes the text of a value."
         parts = []
         for y in _ticks(self.y0, self.y1, 3):
             at = self.place(self.x0, y)[1]
             parts.append(
                 f'<line x1="{self.left}" x2="{self.right}" y1="{at}" y2="{at}" '
                 'stroke="currentColor" opacity="0.18"/>'
-                f'<text x="{self.left - 5}" y="{at + 3.5}" text-anchor="end">{y:,.4g}</text>'
+                f'<text x="{self.left - 5}" y="{at + 3.5}" text-anchor="end">{write(y)}</text>'
             )
         for x in _ticks(self.x0, self.x1, max(2, int((self.right - self.left) // 100)), True):
             at = self.place(x, self.y0)[0]
@@ -398,9 +399,9 @@ def _rate_chart(rates: list[tuple[float, float]], left: float, width: float) -> 
     axes = _Axes(left, width, rates)
     return (
         f'<text x="{axes.left}" y="11" font-weight="bold">learning rate</text>'
-        + axes.grid()
+        + axes.grid(rate)
         + axes.line(rates, GREEN)
-        + _hover(axes, rates, lambda step, rate: f"step {step:,}: {rate:.3g}")
+        + _hover(axes, rates, lambda step, value: f"step {step:,}: {rate(value)}")
     )
 
 
@@ -423,7 +424,7 @@ def curve_svg(curve: Curve) -> str:
     It is always of one size. A learning rate that doesn't change has no chart."""
     if max(len(curve.losses), len(curve.held_out)) < 2:
         inner = _said(curve)
-    elif len({rate for _, rate in curve.rates}) < 2:
+    elif len({value for _, value in curve.rates}) < 2:
         inner = _HOVER + _loss_chart(curve, 720)
     else:
         inner = _HOVER + _loss_chart(curve, 490) + _rate_chart(curve.rates, 490, 230)

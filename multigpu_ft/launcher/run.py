@@ -278,7 +278,7 @@ class _RunInfo:
         under the same root."""
         figures_as_png()
         others = [_other(self, run) for run in ([over] if isinstance(over, str) else over)]
-        laid_over = [(other.name, other.metrics) for other in others]
+        laid_over = [(other.name, other.metrics, _before(other.status)) for other in others]
         return loss_figure(self.metrics, self.name, _before(self.status), laid_over)
 
     def next_slice(self) -> str | None:
