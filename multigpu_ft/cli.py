@@ -21,6 +21,7 @@ from .deploy.kubernetes import BAD_SETTINGS_EXIT_CODE, deploy_kubernetes
 from .deploy.sagemaker import deploy_sagemaker
 from .deploy.skypilot import deploy_skypilot
 from .diagnostics import doctor
+from .display.tables import text_table
 from .evaluation.api import evaluate
 from .generation.api import generate
 from .launcher.api import Runs, launch, runs
@@ -32,6 +33,7 @@ from .memory.api import estimate
 from .run.config import PRESET_NEEDS, PRESETS, RunConfig
 from .run.errors import ConfigError
 from .run.failures import RunFailed
+from .run.numbers import FIRST_STEP_LOSS, change, held_out_changes, loss_unit, score
 from .run.run_dir import STOPPED_EXIT_CODE
 from .run.secrets import refuse_secrets
 
@@ -107,7 +109,8 @@ def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
     cfg = parse_config([a for a in arguments if a != "--force"])
     run = launch(cfg, force=force, node_rank=node_rank and int(node_rank), rdzv=rdzv)
     status = run.status
-    told = ("state", "step", "loss_before", "loss_after", "checkpoint", "export")
+    losses = ("loss_before", "loss_after", "eval_before", "eval_after")
+    told = ("state", "step", *losses, "checkpoint", "export")
     result = {"run": str(run.dir.path), **{name: status.get(name) for name in told}}
     result["interrupted"] = bool(status.get("interrupted")) or run.dir.was_interrupted()
     if not as_json:
@@ -118,57 +121,48 @@ def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
 def describe(run: Run) -> str:
     """Return a summary of `run` in a few lines.
 
-    It has the state, the losses before and after on the texts of the first step, and the places of
-    the results."""
-    lines = [f"run       {run.dir.path}  ({run.state})", *_loss_lines(run), *_result_lines(run)]
+    It has the state, the held-out scores or else the first-step loss, before and after, and the
+    places of the results."""
+    rows = [("run", f"{run.dir.path}  ({run.state})"), *_loss_rows(run), *_result_rows(run)]
     if skipped := run.status.get("skipped_steps"):
-        lines.append(f"skipped   {skipped} steps, whose gradient was not finite")
+        rows.append(("skipped", f"{skipped:,} steps, whose gradient was not finite"))
     if run.state == "stopped":
         several = run.config.nnodes > 1
         command = f"multigpu-ft train {flags(run.config)}"
-        lines.append(f"resume    {'the same command on each node' if several else command}")
-    return "\n".join(lines)
+        rows.append(("resume", "the same command on each node" if several else command))
+    return text_table(rows)
 
 
-def _loss_lines(run: Run) -> list[str]:
-    status = run.status
-    lines = []
-    if (first := status.get("loss_before")) is not None:
-        last = status.get("loss_after")
-        after = f" -> {last:.4f} at the end" if last is not None else ""
-        unit = "text" if run.config.task == "classification" else "token"
-        lines.append(
-            f"loss      {first:.4f} at the start{after}"
-            f"  (nats per {unit}, on the texts of the first step)"
-        )
-    picture = run.dir.path / "report" / "loss.png"
-    if picture.exists():
-        lines.append(f"picture   {picture}")
-    if (before := status.get("eval_before")) and (after := status.get("eval_after")):
-        names = [name for name in ("loss", "accuracy", "f1") if name in after]
-        scores = [f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names]
-        lines.append(f"evaluated {', '.join(scores)}")
+def _loss_rows(run: Run) -> list[tuple[str, str]]:
+    status, unit = run.status, loss_unit(run.config.task)
+    rows = held_out_changes(status)
+    first, last = status.get("loss_before"), status.get("loss_after")
+    if not rows and first is not None:
+        loss = score("loss", first) if last is None else change("loss", first, last)
+        rows = [(FIRST_STEP_LOSS, loss)]
+    rows = [(name, f"{text} {unit}" if name.endswith("loss") else text) for name, text in rows]
     if best := status.get("best"):
         exported = ", exported" if status.get("exported_checkpoint") else ""
-        loss, step = best["loss"], best["step"]
-        lines.append(f"best      evaluation loss {loss:.4f} at step {step}{exported}")
-    return lines
+        where = f"step {best['step']:,}{exported}"
+        rows.append(("best", f"held-out loss {score('loss', best['loss'])} at {where}"))
+    picture = run.dir.path / "report" / "loss.png"
+    return [*rows, ("picture", str(picture))] if picture.exists() else rows
 
 
-def _result_lines(run: Run) -> list[str]:
+def _result_rows(run: Run) -> list[tuple[str, str]]:
     status, path = run.status, run.dir.path
-    lines = []
+    rows = []
     if run.dir.main.path != path:
-        lines.append("results   are in the run's directory on node 0")
+        rows.append(("results", "are in the run's directory on node 0"))
     elif export := status.get("export"):
-        lines.append(f"{'model' if run.config.tuning == 'full' else 'adapter':9} {export}")
+        rows.append(("model" if run.config.tuning == "full" else "adapter", export))
     if merged := status.get("merged"):
-        lines.append(f"merged    {merged}")
+        rows.append(("merged", merged))
     if uploaded := status.get("pushed_to"):
-        lines.append(f"uploaded  {uploaded}")
+        rows.append(("uploaded", uploaded))
     if missing := status.get("not_uploaded"):
-        lines.append(f"missing   {', '.join(missing)}; to upload: multigpu-ft sync {path}")
-    return lines
+        rows.append(("missing", f"{', '.join(missing)}; to upload: multigpu-ft sync {path}"))
+    return rows
 
 
 def _estimate(arguments: list[str], as_json: bool) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def test_a_crash_is_not_hidden(recipe, failing_rank):
             "ConfigError: unknown parameter 'strat_idx' (did you mean 'start_idx'?)",
         ),
         (("HF_TOKEN", "abc"), "ConfigError: 'HF_TOKEN' looks like a secret"),
-        (("start_idx", "1000000"), "DataError: slice 1000000-(end) of builtin:python-docs"),
+        (("start_idx", "1000000"), "DataError: slice 1,000,000–(end) of builtin:python-docs"),
         (("strategy", "zero9"), "ConfigError: strategy='zero9'"),
         (
             ("preset", "opt-13b"),

@@ -13,6 +13,7 @@ from typing import Any
 from ..data.batches import SampleOrder
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError
+from ..run.numbers import percent, span
 from ..run.run_dir import short_name
 
 # %% ../../nbs/checkpoints/02_progress.ipynb #1a8cfdca
@@ -117,7 +118,7 @@ def next_progress(saved: Progress, cfg: RunConfig, end_idx: int, order: SampleOr
 
 # %% ../../nbs/checkpoints/02_progress.ipynb #2addf168
 def _rows(start: int, end: int) -> str:
-    return f"rows {start:,}-{end:,}"
+    return f"rows {span(start, end)}"
 
 
 def ledger_remarks(trained: list[dict[str, Any]], start_idx: int, end_idx: int) -> list[str]:
@@ -130,14 +131,15 @@ def ledger_remarks(trained: list[dict[str, Any]], start_idx: int, end_idx: int) 
     newest = bool(trained) and trained[-1] in same
     if same and not newest and same[-1]["epochs"]:
         remarks.append(
-            f"slice {start_idx}-{end_idx} was trained before ({same[-1]['epochs']} epoch(s)); it is now trained again"
+            f"slice {span(start_idx, end_idx)} was trained before "
+            f"({same[-1]['epochs']} epoch(s)); it is now trained again"
         )
     for s in others:
         first, after = max(start_idx, s["start_idx"]), min(end_idx, s["end_idx"])
         if first < after:
             remarks.append(
                 f"{_rows(first, after)} were trained before, in slice "
-                f"{s['start_idx']}-{s['end_idx']}; they are now trained again"
+                f"{span(s['start_idx'], s['end_idx'])}; they are now trained again"
             )
     reached = min((s["start_idx"] for s in trained), default=start_idx)
     for s in sorted(trained, key=lambda s: s["start_idx"]):
@@ -152,8 +154,8 @@ def ledger_remarks(trained: list[dict[str, Any]], start_idx: int, end_idx: int) 
     if trained and not newest and 0 < trained[-1]["position"] < trained[-1]["num_rows"]:
         s = trained[-1]
         remarks.append(
-            f"slice {s['start_idx']}-{s['end_idx']} was left after "
-            f"{s['position'] / s['num_rows']:.0%} of epoch {s['epochs'] + 1}; "
+            f"slice {span(s['start_idx'], s['end_idx'])} was left after "
+            f"{percent(s['position'] / s['num_rows'])} of epoch {s['epochs'] + 1}; "
             "this run does not finish it"
         )
     return remarks

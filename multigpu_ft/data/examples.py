@@ -13,6 +13,7 @@ from .labels import label_number
 from .sources import Source, field_text, field_value, local_file, whole_text
 from ..run.config import BUILTIN_DATASET, RunConfig
 from ..run.errors import DataError
+from ..run.numbers import span
 
 # %% ../../nbs/data/03_examples.ipynb #4cb976ca
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def load_texts(cfg: RunConfig, label_names: list[str] | None = None) -> Texts:
     kept = [i for i, text in enumerate(texts) if not isinstance(text, str) or text.strip()]
     if not kept:
         raise DataError(
-            f"slice {cfg.start_idx}-{end} of {cfg.dataset}, which has {source.num_rows:,} rows, "
+            f"slice {span(cfg.start_idx, end)} of {cfg.dataset}, which has {source.num_rows:,} rows, "
             f"has only empty texts in {cfg.text_field!r}."
         )
     kept_labels = [labels[i] for i in kept] if labels else None

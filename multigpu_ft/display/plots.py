@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INK', 'BLUE', 'ORANGE', 'GREEN', 'picture_style', 'new_figure', 'whole_numbers', 'png_bytes', 'notebook_shell',
-           'evaluations', 'loss_figure', 'figures_as_png', 'save_png', 'Curve', 'curve_svg']
+           'evaluations', 'can_be_drawn', 'loss_figure', 'figures_as_png', 'save_png', 'Curve', 'curve_svg']
 
 # %% ../../nbs/display/02_plots.ipynb #c4cc8fae
 import io
@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..run.numbers import TRAINING_LOSS, score, shorten
+from ..run.numbers import TRAINING_LOSS, rate, score, shorten
 from ..run.run_dir import whole_records
 
 # %% ../../nbs/display/02_plots.ipynb #1fc50d8b
@@ -139,9 +139,10 @@ def evaluations(
     return found
 
 
-def _can_be_drawn(metrics: list[dict[str, Any]], evaluated: list[dict[str, Any]]) -> bool:
-    "Return whether one of the curves has two points."
-    return max(sum(m.get("loss") is not None for m in metrics), len(evaluated)) > 1
+def can_be_drawn(metrics: list[dict[str, Any]], before: dict[str, Any] | None) -> bool:
+    "Return whether a curve of `metrics`, after the evaluation `before`, has two points."
+    finite = sum(m.get("loss") is not None for m in metrics)
+    return max(finite, len(evaluations(metrics, before))) > 1
 
 # %% ../../nbs/display/02_plots.ipynb #a9195503
 @picture_style()
@@ -149,28 +150,27 @@ def loss_figure(
     metrics: list[dict[str, Any]],
     title: str,
     before: dict[str, Any] | None = None,
-    over: Sequence[tuple[str, list[dict[str, Any]]]] = (),
+    over: Sequence[tuple[str, list[dict[str, Any]], dict[str, Any] | None]] = (),
 ) -> Any:
     """Loss over steps of `metrics`, with a running mean, as a matplotlib `Figure`.
 
-    `before` is the evaluation before the first step, with its `step`. `over` are names and metrics
-    of other runs."""
+    `before` is the evaluation before the first step, with its `step`. `over` are the name, metrics
+    and first evaluation of other runs."""
     evaluated = evaluations(metrics, before)
     shares = {"eval_accuracy": ORANGE, "eval_f1": GREEN}
     scored = any("eval_accuracy" in m for m in evaluated)
     figure, axes = new_figure(7, 5.2 if scored else 3.3, 2 if scored else 1, sharex=True)
     panels = axes[:, 0]
     panels[0].set_title(_plain(shorten(title, 70)), fontsize=10)
-    drawn = _can_be_drawn(metrics, evaluated) or over
-    if not drawn:
+    if not can_be_drawn(metrics, before) and not over:
         _say_instead(panels, metrics)
         return figure
     _draw_losses(panels[0], metrics, BLUE)
     _draw_scores(panels[0], evaluated, {"eval_loss": ORANGE}, "o-", label="held-out loss")
-    for number, (name, others) in enumerate(over):
+    for number, (name, others, first) in enumerate(over):
         color = _OTHERS[number % len(_OTHERS)]
         _draw_losses(panels[0], others, color, name)
-        _draw_scores(panels[0], evaluations(others, None), {"eval_loss": color}, "o--")
+        _draw_scores(panels[0], evaluations(others, first), {"eval_loss": color}, "o--")
     for name, word in (("eval_accuracy", "accuracy"), ("eval_f1", "F1")) if scored else ():
         label = f"held-out {word}"
         _draw_scores(panels[1], evaluated, {name: shares[name]}, "o-", label=label)
@@ -212,7 +212,8 @@ class Curve:
     """Loss (nats) and learning rate over the steps of a growing metrics.jsonl.
 
     `points` holds at most `2 * limit` of `(step, loss, learning_rate)`, `evaluated` as many of
-    `(step, loss)`, `last` the newest line, `recent` `(step, time)` of the newest twenty. `before`
+    `(step, loss)`, `last` the newest line, `scores` the newest evaluation, `recent` `(step, time)`
+    of the newest twenty. `before`
     is the `(step, loss)` of the evaluation before the first step; `over` are names and curves of
     other runs."""
 
@@ -228,6 +229,7 @@ class Curve:
         self._bucket: list[tuple[int, float, float]] = []
         self.evaluated: list[tuple[int, float]] = []
         self.last: dict[str, Any] = {}
+        self.scores: dict[str, float] = {}
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)
 
     @property
@@ -275,6 +277,8 @@ class Curve:
         if len(self.points) == 2 * self._limit:
             self.points = [_mean(self.points[i : i + 2]) for i in range(0, len(self.points), 2)]
             self._stride *= 2
+        if "eval_loss" in record:
+            self.scores = {n[5:]: record[n] for n in record if n.startswith("eval_")}
         if record.get("eval_loss") is not None:
             self.evaluated.append((record["step"], record["eval_loss"]))
             if len(self.evaluated) == 2 * self._limit:
@@ -313,14 +317,15 @@ class _Axes:
         at = self.left + across * (self.right - self.left), 18 + up * (self.HEIGHT - 42)
         return round(at[0], 1), round(at[1], 1)
 
-    def grid(self) -> str:
+    def grid(self, write: Callable[[float], str] = lambda y: f"{y:,.4g}") -> str:
+        "Return lines and numbers; `write` makes the text of a value."
         parts = []
         for y in _ticks(self.y0, self.y1, 3):
             at = self.place(self.x0, y)[1]
             parts.append(
                 f'<line x1="{self.left}" x2="{self.right}" y1="{at}" y2="{at}" '
                 'stroke="currentColor" opacity="0.18"/>'
-                f'<text x="{self.left - 5}" y="{at + 3.5}" text-anchor="end">{y:,.4g}</text>'
+                f'<text x="{self.left - 5}" y="{at + 3.5}" text-anchor="end">{write(y)}</text>'
             )
         for x in _ticks(self.x0, self.x1, max(2, int((self.right - self.left) // 100)), True):
             at = self.place(x, self.y0)[0]
@@ -394,9 +399,9 @@ def _rate_chart(rates: list[tuple[float, float]], left: float, width: float) -> 
     axes = _Axes(left, width, rates)
     return (
         f'<text x="{axes.left}" y="11" font-weight="bold">learning rate</text>'
-        + axes.grid()
+        + axes.grid(rate)
         + axes.line(rates, GREEN)
-        + _hover(axes, rates, lambda step, rate: f"step {step:,}: {rate:.3g}")
+        + _hover(axes, rates, lambda step, value: f"step {step:,}: {rate(value)}")
     )
 
 
@@ -419,7 +424,7 @@ def curve_svg(curve: Curve) -> str:
     It is always of one size. A learning rate that doesn't change has no chart."""
     if max(len(curve.losses), len(curve.held_out)) < 2:
         inner = _said(curve)
-    elif len({rate for _, rate in curve.rates}) < 2:
+    elif len({value for _, value in curve.rates}) < 2:
         inner = _HOVER + _loss_chart(curve, 720)
     else:
         inner = _HOVER + _loss_chart(curve, 490) + _rate_chart(curve.rates, 490, 230)

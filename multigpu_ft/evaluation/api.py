@@ -32,6 +32,7 @@ from ..launcher.slices import Slices
 from ..run.config import plain_values
 from ..run.environment import default_run_root
 from ..run.errors import ConfigError, did_you_mean
+from ..run.numbers import span
 from ..run.parameters import documented
 from ..run.run_dir import RunDir
 from ..run.secrets import refuse_secrets, use_secrets
@@ -80,7 +81,7 @@ def _make_plan(models: list[FineTuned], request: "_Request") -> Plan:
         target, why = held_out_rows(models)
         target = target.replace(**_given(request.columns))
     if why == NOTHING_HELD_OUT:
-        remarks.append(f"Rows {target.start_idx:,}-{target.end_idx:,} are {why}.")
+        remarks.append(f"Rows {span(target.start_idx, target.end_idx)} are {why}.")
     target = target.replace(max_length=computed.max_length)
     # a base that is part of the adapter's export has no tokenizer
     comes_along = not base and newest.config.model == str(newest.path / "base")

@@ -25,6 +25,8 @@ from multigpu_ft.evaluation.statistics import (
     share_difference,
     share_estimate,
 )
+from ..run.numbers import change as score_change
+from ..run.numbers import percent, span
 
 # %% ../../nbs/evaluation/03_comparison.ipynb #b2c054d5
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def _loss_text(
     around = ""
     if unit == "token":
         values = (_plain(perplexity(loss.value)) for loss in (before, after))
-        around = f", perplexity {' -> '.join(values)}"
+        around = f", perplexity {' → '.join(values)}"
     if change.value == change.low == change.high == 0:
         return NO_DIFFERENCE, "the loss is the same on every example"
     if change.low is None or change.high is None:
@@ -143,10 +145,10 @@ def _loss_text(
         return NO_DIFFERENCE, f"{said}, which is within rounding error ({ROUNDING:g})"
     if change.excludes_zero:
         low, high = sorted((abs(change.low), abs(change.high)))
-        interval = f"({CONFIDENCE:.0%} interval {low:.{places}f} to {high:.{places}f})"
+        interval = f"({percent(CONFIDENCE)} interval {low:.{places}f} to {high:.{places}f})"
         return BETTER if falls else WORSE, f"{said} {interval}{around}"
     interval = (
-        f"the {CONFIDENCE:.0%} interval {change.low:+.{places}f} to {change.high:+.{places}f}"
+        f"the {percent(CONFIDENCE)} interval {change.low:+.{places}f} to {change.high:+.{places}f}"
     )
     return NO_DIFFERENCE, f"{said}{around}, but {interval} contains 0"
 
@@ -160,9 +162,9 @@ def _accuracy_text(
         verdict, chance = NO_DIFFERENCE, ", which chance can explain"
     points, interval = change.percent, ""
     if points.low is not None and points.high is not None:
-        interval = f" ({CONFIDENCE:.0%} interval {points.low:+.1f} to {points.high:+.1f})"
+        interval = f" ({percent(CONFIDENCE)} interval {points.low:+.1f} to {points.high:+.1f})"
     return verdict, (
-        f"accuracy {before:.1%} -> {after:.1%}, {points.value:+.1f} points{interval}: "
+        f"accuracy {score_change('accuracy', before, after)}, {points.value:+.1f} points{interval}: "
         f"{gained:,} texts are right that were wrong, {lost:,} wrong that were right"
         f"{chance} (McNemar p = {p_value:.2g})"
     )
@@ -346,10 +348,6 @@ class Comparison:
         return _estimate_by_length(first, last, self.targets, self.lengths, bins, draws)
 
 # %% ../../nbs/evaluation/03_comparison.ipynb #8f4473ef
-def _span(start: int, end: int) -> str:
-    return f"{start:,}-{end:,}"
-
-
 def trained_spans(model: dict[str, Any]) -> list[tuple[int, int]]:
     "Return the rows that `model` was trained on as disjoint ranges, from its slice ledger."
     spans: list[tuple[int, int]] = []
@@ -460,12 +458,12 @@ class Compared:
     def summary(self) -> str:
         "Return both verdicts in a paragraph: which model, on which data, by how much."
         first, last = self.measured.models[0]["name"], self.measured.models[-1]
-        spans = ", ".join(_span(*s) for s in trained_spans(last))
+        spans = ", ".join(span(*s) for s in trained_spans(last))
         trained_dataset = self.measured.about.get("trained_dataset")
         of = f" of {trained_dataset}" if trained_dataset else ""
         trained = f", trained on rows {spans}{of}," if spans else ""
         target = self.measured.target
-        rows = f"{target.dataset}, rows {_span(target.start_idx, target.end_idx)}"
+        rows = f"{target.dataset}, rows {span(target.start_idx, target.end_idx)}"
         said = f"{last['name']}{trained} against {first} on {rows}: {self.headline}."
         line = self.forgetting_line
         return f"{said} {line[0].upper()}{line[1:]}." if line else said

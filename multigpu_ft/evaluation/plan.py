@@ -110,7 +110,8 @@ def _rows(cfg: RunConfig) -> str:
     end = cfg.end_idx
     if end is None:
         end = "(end)" if cfg.slice_size > _NUM_ROWS else cfg.start_idx + cfg.slice_size
-    return f"rows {cfg.start_idx}-{end} of {shown_data(cfg)}"
+    end = end if isinstance(end, str) else f"{end:,}"
+    return f"rows {cfg.start_idx:,}–{end} of {shown_data(cfg)}"
 
 
 def shown_data(cfg: RunConfig, other: RunConfig | None = None) -> str:

@@ -10,32 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from ..display.plots import BLUE, INK, ORANGE, new_figure, picture_style, whole_numbers
 from .comparison import Compared, Comparison, Result, texts_seen
 from .statistics import ConfidenceInterval
+from ..run.numbers import percent, shorten, span
 
 # %% ../../nbs/evaluation/05_plots.ipynb #d0215dd7
-_BASE, _NEWEST, _EARLIER, _SECOND = "#7a7a7a", "#0072b2", "#7fb8d8", "#d55e00"
+_BASE, _NEWEST, _EARLIER, _SECOND = "#8a8a8a", BLUE, "#7fb8d8", ORANGE
 _MOST = 12  # models in a picture, the newest ones
-_WIDTH, _DPI = 8.6, 110  # inches, as wide as a notebook page
+_WIDTH = 8.6  # inches, as wide as a notebook page
 
 
 def _label(text: str, longest: int = 40) -> str:
     "Shorten `text` for a picture, and remove formulas and characters that can't be encoded."
-    text = text.encode("utf-8", "replace").decode()
-    half = longest // 2
-    return (text if len(text) <= longest else f"{text[:half]}…{text[-half:]}").replace("$", r"\$")
-
-
-def _figure(height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
-    "Return a figure and its axes, `[rows, columns]`."
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **grid)
-    for panel in axes.flat:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(labelsize=9)
-    return figure, axes
+    return shorten(text.encode("utf-8", "replace").decode(), longest).replace("$", r"\$")
 
 
 def _reach(estimate: ConfidenceInterval) -> list[list[float]]:
@@ -87,7 +75,7 @@ def _loss_picture(compared: Compared) -> Any:
         return None
     shown = min(_MOST, len(compared.measured.models))
     height = len(sets) * (1.15 + 0.3 * shown)
-    figure, axes = _figure(height, len(sets), 2, sharey="row", width_ratios=[3, 2])
+    figure, axes = new_figure(_WIDTH, height, len(sets), 2, sharey="row", width_ratios=[3, 2])
     for (left, right), (comparison, color) in zip(axes, sets, strict=True):
         results = comparison.results[:1]
         if shown > 1:
@@ -115,7 +103,7 @@ def _draw_levels(
             axes.text(0, y, " not finite", va="center", fontsize=9)
             continue
         axes.barh(y, level.value, color=color, height=0.62)
-        axes.errorbar(level.value, y, xerr=_reach(level), color="black", capsize=3, linewidth=1.2)
+        axes.errorbar(level.value, y, xerr=_reach(level), color=INK, capsize=3, linewidth=1.2)
         x, text = _high(level) + 0.015 * top, f"{level.value:.{digits}f}"
         axes.text(x, y, text, va="center", fontsize=9)
     axes.set_yticks(range(len(results)), [_label(result.name) for result in results])
@@ -126,14 +114,14 @@ def _draw_levels(
 def _draw_changes(
     axes: Any, comparison: Comparison, results: list[Result], colors: list[str]
 ) -> None:
-    style = {"fmt": "o", "ecolor": "black", "capsize": 3, "markersize": 6, "linewidth": 1.2}
+    style = {"fmt": "o", "ecolor": INK, "capsize": 3, "markersize": 6, "linewidth": 1.2}
     for y, (result, color) in enumerate(zip(results, colors, strict=True)):
         change = _change(result) if _level(result) else None
         if change:
             axes.errorbar(change.value, y, xerr=_reach(change), color=color, **style)
     _, unit, better = _names(comparison)
     axes.axvline(0, color=_BASE, linewidth=1.2)
-    axes.text(0, 0, " base", color="#555555", fontsize=9, va="center")
+    axes.text(0, 0, " base", fontsize=9, va="center")
     axes.set(xlabel=f"change from the base ({unit})\n{better}")
     axes.grid(axis="x", alpha=0.3)
     axes.margins(x=0.15)
@@ -150,7 +138,7 @@ def _differences_picture(compared: Compared) -> Any:
     ]
     if not sets:
         return None
-    figure, axes = _figure(2.9, 1, len(sets))
+    figure, axes = new_figure(_WIDTH, 2.9, 1, len(sets))
     for panel, (comparison, color) in zip(axes[0], sets, strict=True):
         changes, mean = comparison.change(), comparison.newest.to_base.loss
         unit = comparison.unit
@@ -161,23 +149,23 @@ def _differences_picture(compared: Compared) -> Any:
         panel.hist(
             np.clip(changes, low, high), bins=bins, range=(low, high), color=color, alpha=0.65
         )
-        panel.axvline(0, color="black", linewidth=1.2, linestyle="--", label="no change")
-        panel.axvline(mean.value, color="black", linewidth=2, label=f"mean over all {unit}s")
+        panel.axvline(0, color=INK, linewidth=1.2, linestyle="--", label="no change")
+        panel.axvline(mean.value, color=INK, linewidth=2, label=f"mean over all {unit}s")
         outside = int(((changes < low) | (changes > high)).sum())
         beyond = f", {outside:,} beyond the picture's ends" if outside else ""
         panel.set(xlabel=f"change of an example's loss (nats per {unit})", ylabel="examples")
-        shares = f"{(changes < 0).mean():.0%} fell, {(changes > 0).mean():.0%} rose"
+        shares = f"{percent((changes < 0).mean())} fell, {percent((changes > 0).mean())} rose"
         title = f"{_title(comparison, color)}\n{shares}{beyond}"
         panel.set_title(title, fontsize=10, loc="left")
         panel.set_ylim(top=1.35 * panel.get_ylim()[1])
-        panel.legend(fontsize=9, framealpha=0.9, edgecolor="none")
+        panel.legend(fontsize=9)
     return figure
 
 # %% ../../nbs/evaluation/05_plots.ipynb #9f0e46b5
 def _lengths_picture(compared: Compared, classes: list[dict[str, Any]]) -> Any:
     if len(classes) < 2 or compared.target.newest.to_base is None:
         return None
-    figure, ((left, right),) = _figure(3.1, 1, 2)
+    figure, ((left, right),) = new_figure(_WIDTH, 3.1, 1, 2)
     places = np.arange(len(classes))
     for name, label, shift, color, mark in (
         ("base", compared.target.names[0], -0.1, _BASE, "s"),
@@ -202,13 +190,15 @@ def _lengths_picture(compared: Compared, classes: list[dict[str, Any]]) -> Any:
         yerr=np.hstack([_reach(e) for e in changes]),
         fmt="o",
         color=_NEWEST,
-        ecolor="black",
+        ecolor=INK,
         capsize=3,
     )
     right.axhline(0, color=_BASE, linewidth=1.2)
     for panel in (left, right):
         panel.set_xticks(
-            places, [f"{c['from']}-{c['to']}\n({c['examples']:,})" for c in classes], fontsize=8
+            places,
+            [f"{span(c['from'], c['to'])}\n({c['examples']:,})" for c in classes],
+            fontsize=8,
         )
         panel.set_xlabel("tokens of the text (how many texts)")
         panel.grid(axis="y", alpha=0.3)
@@ -222,14 +212,12 @@ def _lengths_picture(compared: Compared, classes: list[dict[str, Any]]) -> Any:
 
 # %% ../../nbs/evaluation/05_plots.ipynb #d67889b4
 def _slices_picture(compared: Compared) -> Any:
-    from matplotlib.ticker import MaxNLocator
-
     models = compared.measured.models
     if len(models) < 3:
         return None
     seen = np.array([texts_seen(model) for model in models])
     known = bool((np.diff(seen) > 0).all())
-    figure, ((left, right),) = _figure(3.1, 1, 2)
+    figure, ((left, right),) = new_figure(_WIDTH, 3.1, 1, 2)
     for comparison, color in _sets(compared):
         for panel, of in ((left, _level), (right, _change)):
             found = [of(result) for result in comparison.results]
@@ -262,14 +250,20 @@ def _slices_picture(compared: Compared) -> Any:
             if known
             else "checkpoints, as they were trained (0: the base)"
         )
-        panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        panel.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        whole_numbers(panel.xaxis)
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=9)
     return figure
 
 # %% ../../nbs/evaluation/05_plots.ipynb #82e0089a
 _MOST_LABELS = 12
+
+
+def _shades() -> Any:
+    "Return blues that are neither white nor black: on a page of either, the lightest is a cell."
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("shares", ["#a9bccd", "#2f6ea8", "#123f6e"])
 
 
 def _confusion_picture(compared: Compared) -> Any:
@@ -284,11 +278,11 @@ def _confusion_picture(compared: Compared) -> Any:
     shown = [target.names[0], target.names[-1]]
     count = len(target.confusions[shown[0]])
     labels = [_label(name, 16) for name in compared.measured.label_names or map(str, range(count))]
-    figure, (panels,) = _figure(1.6 + 0.42 * max(count, 3), 1, 2, sharey=True)
+    figure, (panels,) = new_figure(_WIDTH, 1.6 + 0.42 * max(count, 3), 1, 2, sharey=True)
     for panel, name in zip(panels, shown, strict=True):
         confusion = target.confusions[name]
         shares = confusion / np.maximum(1, confusion.sum(1, keepdims=True))
-        panel.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        panel.imshow(shares, cmap=_shades(), vmin=0, vmax=1, aspect="auto")
         for (row, column), number in np.ndenumerate(confusion):
             panel.text(
                 column,
@@ -297,7 +291,7 @@ def _confusion_picture(compared: Compared) -> Any:
                 ha="center",
                 va="center",
                 fontsize=9,
-                color="white" if shares[row, column] > 0.55 else "black",
+                color="white" if shares[row, column] > 0.45 else "black",
             )
         panel.set_xticks(
             range(count),
@@ -314,6 +308,7 @@ def _confusion_picture(compared: Compared) -> Any:
     return figure
 
 # %% ../../nbs/evaluation/05_plots.ipynb #6cdaaa7f
+@picture_style()
 def pictures(compared: Compared, by_length: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """Return matplotlib figures by name, most important first; those without data are left out.
 

@@ -39,6 +39,7 @@ from multigpu_ft.evaluation.comparison import (
 )
 from .plots import pictures
 from .statistics import CONFIDENCE, DRAWS, ConfidenceInterval
+from ..run.numbers import percent, span
 from ..run.run_dir import replace_file, write_json
 
 # %% ../../nbs/evaluation/06_report.ipynb #8a6d2a33
@@ -192,7 +193,7 @@ def _cells(compared: Compared, comparison: Comparison) -> list[list[str]]:
     changes = ["change from the base", "from the one before"][: 1 + several]
     rows = [["model", "rows trained on", "verdict", *numbers, *changes]]
     for model, result in zip(compared.measured.models, comparison.results, strict=True):
-        spans = ", ".join(f"{a:,}-{b:,}" for a, b in trained_spans(model))
+        spans = ", ".join(span(a, b) for a, b in trained_spans(model))
         verdict = result.to_base.verdict if result.to_base else ""
         differences = (result.to_base, result.to_previous)[: 1 + several]
         rows.append(
@@ -229,7 +230,7 @@ def _perplexity(loss: ConfidenceInterval | None) -> str:
 # %% ../../nbs/evaluation/06_report.ipynb #096b8d52
 def _about(comparison: Comparison) -> str:
     about = _set_record(comparison)
-    rows = f"{about['dataset']}, rows {about['start_idx']:,}-{about['end_idx']:,}"
+    rows = f"{about['dataset']}, rows {span(about['start_idx'], about['end_idx'])}"
     said = f"{rows}: {about['examples']:,} examples, {about['tokens']:,} tokens"
     if about["targets"] == about["tokens"] or comparison.confusions:
         return said
@@ -331,7 +332,7 @@ def _pair(tag: str, left: str, right: str) -> str:
     return f'<tr style="background:none">{cells}</tr>'
 
 # %% ../../nbs/evaluation/06_report.ipynb #dd812374
-_IMAGE = "max-width:100%;background:#fff;border-radius:6px;padding:6px;box-sizing:border-box"
+_IMAGE = "max-width:100%"
 _ALT = {
     "loss": "Loss of each model with its interval, and its change from the base",
     "slices": "Loss over the texts trained on",
@@ -348,7 +349,7 @@ def _tables_html(compared: Compared) -> list[str]:
         table = _html_table(_cells(compared, comparison))
         parts.append(f"<h4>{_html(_about(comparison))}</h4>{table}")
     note = (
-        f"In parentheses: {CONFIDENCE:.0%} intervals over examples. "
+        f"In parentheses: {percent(CONFIDENCE)} intervals over examples. "
         "A change is that of the same examples."
     )
     return [*parts, f'<p style="font-size:12px;opacity:0.8">{note}</p>']

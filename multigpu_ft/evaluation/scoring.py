@@ -47,6 +47,7 @@ from ..generation.sampling import Sampling, sequence_seed
 from ..models.loading import load_config, load_tokenizer, order_labels
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError, DataError
+from ..run.numbers import span
 from ..training.validation import scored_batches
 
 # %% ../../nbs/evaluation/04_scoring.ipynb #bc4cefa2
@@ -66,7 +67,7 @@ class _Data:
         tokens = tokenize(cfg, texts, tokenizer)
         if not tokens.targets.any():
             raise DataError(
-                f"rows {cfg.start_idx}-{texts.end_idx} of {cfg.dataset} have no tokens to predict."
+                f"rows {span(cfg.start_idx, texts.end_idx)} of {cfg.dataset} have no tokens to predict."
             )
         return cls(cfg, texts, tokens)
 

@@ -34,6 +34,7 @@ from ..launcher.run import Run
 from ..run.config import RunConfig
 from ..run.environment import session_end
 from ..run.errors import ConfigError
+from ..run.numbers import percent
 from ..run.parameters import documented
 from ..run.processes import is_alive
 from ..run.run_dir import RunDir, write_json
@@ -88,7 +89,7 @@ def _summary(made: dict[str, Any], status: dict[str, Any]) -> list[tuple[str, st
     asked = f"{status['total_steps']:,} to {status['questions']:,} questions"
     lines = [("answers", f"{sequences:,} of {asked}")]
     if (accepted := made["accepted"]) is not None:
-        share = f"{accepted / max(1, sequences):.1%}"
+        share = percent(accepted / max(1, sequences), 1)
         lines.append(("kept", f"{accepted:,} ({share}), whose reward is high enough"))
     lines.append(("ended", f"{ended:,} by themselves, {sequences - ended:,} at the limit"))
     if made["made"]:

@@ -15,6 +15,7 @@ from ..data.sources import whole_text
 from ..data.tokenization import asking
 from ..run.config import RunConfig
 from ..run.errors import DataError
+from ..run.numbers import span
 
 # %% ../../nbs/generation/06_prompts.ipynb #7a90d9a2
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ def load_questions(
             messages = [{"role": "system", "content": system_prompt}, *messages]
         found.append(Question(number, messages, row))
     if not found:
-        span = f"rows {cfg.start_idx}-{cfg.start_idx + len(rows)}"
+        where = f"rows {span(cfg.start_idx, cfg.start_idx + len(rows))}"
         reasons = "; ".join(left_out.remarks(len(rows)))
-        raise DataError(f"{cfg.dataset} has no question in {span}: {reasons}.")
+        raise DataError(f"{cfg.dataset} has no question in {where}: {reasons}.")
     return found, left_out
 
 # %% ../../nbs/generation/06_prompts.ipynb #57c98f19

@@ -16,6 +16,7 @@ from ..checkpoints.manifest import is_local, read_progress
 from ..data.sources import is_file_name
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError
+from ..run.numbers import FIRST_STEP_LOSS, SCORES, loss_unit, percent, score, span
 from ..run.run_dir import RunDir, read_commit
 
 # %% ../../nbs/hub/01_model_card.ipynb #1b31c68e
@@ -108,28 +109,27 @@ def _settings(cfg: RunConfig) -> list[list[Any]]:
 
 
 def _metrics(cfg: RunConfig, status: dict[str, Any]) -> list[list[Any]]:
-    unit = "text" if cfg.task == "classification" else "token"
-    rows = []
-    loss_before, loss_after = status.get("loss_before"), status.get("loss_after")
-    if loss_before is not None and loss_after is not None:
-        label = f"training loss (nats per {unit}, texts of the first step)"
-        rows.append([label, f"{loss_before:.4f}", f"{loss_after:.4f}"])
+    unit, rows = loss_unit(cfg.task), []
     before, after = status.get("eval_before") or {}, status.get("eval_after") or {}
-    for name in ("loss", "accuracy", "f1"):
+    for name, word in SCORES.items():
         if after.get(name) is not None:
-            was = f"{before[name]:.4f}" if before.get(name) is not None else "-"
-            label = f"evaluation {name}" + (f" (nats per {unit})" if name == "loss" else "")
-            rows.append([label, was, f"{after[name]:.4f}"])
+            was = score(name, before[name]) if before.get(name) is not None else "-"
+            label = f"held-out {word}" + (f" ({unit})" if name == "loss" else "")
+            rows.append([label, was, score(name, after[name])])
+    first, last = status.get("loss_before"), status.get("loss_after")
+    if not rows and first is not None and last is not None:
+        label = f"{FIRST_STEP_LOSS} ({unit})"
+        rows.append([label, score("loss", first), score("loss", last)])
     return rows
 
 
 def _ledger(trained: list[dict[str, Any]]) -> str:
     more = [
-        f"{s['position'] / s['num_rows']:.0%}" if 0 < s["position"] < s["num_rows"] else "-"
+        percent(s["position"] / s["num_rows"]) if 0 < s["position"] < s["num_rows"] else "-"
         for s in trained
     ]
     rows = [
-        [f"{s['start_idx']:,}-{s['end_idx']:,}", s["epochs"], f"{s['steps']:,}", part]
+        [span(s["start_idx"], s["end_idx"]), s["epochs"], f"{s['steps']:,}", part]
         for s, part in zip(trained, more, strict=True)
     ]
     return _table(["rows", "full epochs", "optimizer steps", "part of one more epoch"], rows)

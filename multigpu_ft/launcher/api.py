@@ -27,8 +27,8 @@ from ..checkpoints.progress import ledger_remarks
 from ..data.examples import evaluation_config, load_texts
 from ..data.labels import find_label_names
 from ..data.sources import count_rows
-from ..display.panel import CellOutput, age, has_viewer, say
-from ..display.tables import html_table, text_table
+from ..display.panel import CellOutput, has_viewer, say
+from ..display.tables import html_table, short_html, text_table
 from ..distributed.deepspeed_config import with_zero_config
 from ..hub.repository import check_access, find_remote, parse_hub
 from .commands import node_command
@@ -41,6 +41,7 @@ from ..run.config import PRESETS, RunConfig, refuse_other_than_config
 from ..run.environment import default_run_root, session_end, visible_gpus
 from ..run.errors import CheckpointError, ConfigError, briefly
 from ..run.experiment import nothing_left
+from ..run.numbers import TRAINING_LOSS, age, held_out_changes, score
 from ..run.processes import is_alive
 from multigpu_ft.run.run_dir import (
     FINISHED_STATES,
@@ -204,9 +205,9 @@ def _launch_run(
 
 # %% ../../nbs/launcher/10_api.ipynb #2aa94d27
 class Runs(list[Run]):
-    "Runs, oldest first, shown as a table with name, state, step, loss and age."
+    "Runs, oldest first, shown as a table with name, state, step, losses and age."
 
-    _COLUMNS = ("run", "state", "step", "loss", "age", "")
+    _COLUMNS = ("run", "state", "step", TRAINING_LOSS, "held-out loss", "age", "")
 
     def table(self) -> list[tuple[str, ...]]:
         """Return a row of text per run.
@@ -217,14 +218,15 @@ class Runs(list[Run]):
     @staticmethod
     def _row(run: Run) -> tuple[str, ...]:
         status, state, newest = run.status, run.state, run.dir.recent_metrics(1)
-        loss, total = newest[-1].get("loss") if newest else None, status.get("total_steps")
+        last, total = newest[-1] if newest else {}, status.get("total_steps")
         step = f"{status.get('slice_step', 0):,}/{total:,}" if total else "-"
         odd = "processes are gone" if state == "failed" and status["state"] in LIVE_STATES else ""
         return (
             run.name,
             state,
             step,
-            "-" if loss is None else f"{loss:.4f}",
+            score("loss", last["loss"]) if "loss" in last else "-",
+            dict(held_out_changes(status)).get("held-out loss", "-"),
             age(time.time() - status.get("heartbeat", time.time())),
             odd,
         )
@@ -233,7 +235,8 @@ class Runs(list[Run]):
         return text_table(self.table(), self._COLUMNS)
 
     def _repr_html_(self) -> str:
-        return html_table(self.table(), self._COLUMNS)
+        rows = [(short_html(name), *cells) for name, *cells in self.table()]
+        return html_table(rows, self._COLUMNS)
 
 
 def runs(run_root: str | Path | None = None) -> Runs:

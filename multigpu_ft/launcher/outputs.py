@@ -63,7 +63,7 @@ def _copy(source: Path, target: Path, check: Callable[[Path], None] | None = Non
         if needed > 0.95 * free:
             return (
                 f"it needs {_amount(needed)}, {_amount(free)} are free there, "
-                f"and 5% must stay free. {_REMEDY}"
+                f"and 5 % must stay free. {_REMEDY}"
             )
         (shutil.copytree if source.is_dir() else shutil.copy2)(source, partial)
         if check:

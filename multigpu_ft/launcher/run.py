@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,18 @@ from multigpu_ft.display.panel import (
     LiveLine,
     Panel,
     CellOutput,
-    age,
     has_viewer,
     progress_line,
     react_to_widgets,
 )
-from ..display.plots import figures_as_png, loss_figure, save_png
+from ..display.plots import can_be_drawn, figures_as_png, loss_figure, save_png
 from .commands import changed_settings, recipe
 from .outputs import copy_to_kept
 from .restarts import attempt_of
 from ..run.config import RunConfig
 from ..run.errors import ConfigError, briefly
 from ..run.failures import end_of_log, ending, failure_of, find_log, tail
+from ..run.numbers import age
 from ..run.processes import is_alive, is_stopped, processes_of
 from ..run.run_dir import BY_SIGNAL, FINAL_STATES, FINISHED_STATES, LIVE_STATES, RunDir
 
@@ -196,6 +196,21 @@ def _find_log(run_dir: RunDir, rank: int | str) -> Path:
     )
 
 # %% ../../nbs/launcher/09_run.ipynb #886c111c
+def _before(status: dict[str, Any]) -> dict[str, Any] | None:
+    "Return the evaluation before the first step of a run with this `status`, with its step."
+    if not status.get("eval_before"):
+        return None
+    return {"step": status.get("first_step", 1) - 1, **status["eval_before"]}
+
+
+def _other(run: "_RunInfo", other: "_RunInfo | str | Path") -> "_RunInfo":
+    "Return the run `other`, which may be a directory, or a name under the root of `run`."
+    if isinstance(other, _RunInfo):
+        return other
+    beside = run.dir.main.path.parent / other
+    return _RunInfo(beside if beside.is_dir() else other, None)
+
+
 def _progress(run: "_RunInfo", recent: int = 20) -> str:
     "Return the progress of `run` in a line, with the speed of its `recent` last logged steps."
     status = {**run.status, "state": run.state}
@@ -261,10 +276,15 @@ class _RunInfo:
         path = _find_log(self.dir, rank)
         return tail(path, lines) if lines else path.read_text(errors="replace")
 
-    def plot(self) -> Any:
-        "Return a matplotlib figure of the loss over steps, and of the evaluations."
+    def plot(self, over: Iterable["_RunInfo | str | Path"] = ()) -> Any:
+        """Return a matplotlib figure of the loss over steps, and of the evaluations.
+
+        The losses of the runs in `over` are laid over it: a `Run`, a run's directory, or its name
+        under the same root."""
         figures_as_png()
-        return loss_figure(self.metrics, self.name)
+        others = [_other(self, run) for run in ([over] if isinstance(over, str) else over)]
+        laid_over = [(other.name, other.metrics, _before(other.status)) for other in others]
+        return loss_figure(self.metrics, self.name, _before(self.status), laid_over)
 
     def next_slice(self) -> str | None:
         """Return the papermill command that trains the next slice, or None at the end of the data.
@@ -276,10 +296,11 @@ class _RunInfo:
 def _save_picture(run: _RunInfo) -> Path | None:
     "Save the loss picture in the run's report/."
     metrics, path = run.metrics, run.dir.path / "report" / "loss.png"
-    if not metrics or "loss" not in metrics[0]:
+    before = _before(run.status)
+    if not can_be_drawn(metrics, before):
         return None
     try:
-        save_png(loss_figure(metrics, run.name), path)
+        save_png(loss_figure(metrics, run.name, before), path)
     except OSError:
         # the disk is full or read-only
         return path if path.exists() else None

@@ -18,7 +18,14 @@ from ..checkpoints.discovery import belongs, find_checkpoints
 from ..checkpoints.manifest import difference, fingerprint
 from ..data.sources import count_rows
 from ..display.panel import LiveLine, progress_line
-from ..display.plots import figures_as_png, loss_figure, save_png
+from multigpu_ft.display.plots import (
+    INK,
+    ORANGE,
+    figures_as_png,
+    loss_figure,
+    picture_style,
+    save_png,
+)
 from ..display.tables import text_table
 from .api import runs
 from .commands import changed_settings, recipe
@@ -26,6 +33,7 @@ from .run import Run
 from ..run.config import RunConfig, refuse_other_than_config
 from ..run.errors import ConfigError, DataError
 from ..run.failures import RunFailed, tail
+from ..run.numbers import TRAINING_LOSS, span
 from ..run.run_dir import FINISHED_STATES, LIVE_STATES, short_name
 
 # %% ../../nbs/launcher/12_slices.ipynb #78cf5fe7
@@ -68,7 +76,7 @@ def _end_row(cfg: RunConfig) -> int:
         end = cfg.replace(slice_size=num_rows).slice_end(num_rows)
     if (count := -(-(end - cfg.start_idx) // cfg.slice_size)) > _MOST:
         raise DataError(
-            f"rows {cfg.start_idx}-{end} are {count:,} slices of "
+            f"rows {span(cfg.start_idx, end)} are {count:,} slices of "
             f"slice_size={cfg.slice_size} rows; raise it, {_MOST:,} slices are the most."
         )
     return end
@@ -176,7 +184,7 @@ def _mark_slice(axes: Any, name: str, first_steps: list[int]) -> None:
     for number, step in enumerate(first_steps):
         axes.axvline(
             step - 0.5,
-            color="tab:gray" if number == 0 else "tab:red",
+            color=INK if number == 0 else ORANGE,
             linestyle="-" if number == 0 else ":",
             linewidth=1,
         )
@@ -192,6 +200,13 @@ def _mark_slice(axes: Any, name: str, first_steps: list[int]) -> None:
         )
 
 # %% ../../nbs/launcher/12_slices.ipynb #5f473821
+_HEADS = {
+    "first_loss": f"{TRAINING_LOSS}, first {_SHOWN}",
+    "last_loss": f"last {_SHOWN}",
+    "skipped_steps": "skipped",
+}
+
+
 class Slices:
     "A series of slices in its folder: `table`, `plot`, `state`."
 
@@ -240,7 +255,7 @@ class Slices:
     def _cells(self) -> list[list[str]]:
         rows = self.table()
         texts = [["" if v is None else str(v) for v in row.values()] for row in rows]
-        return [list(rows[0]), *texts]
+        return [[_HEADS.get(name, name) for name in rows[0]], *texts]
 
     def __str__(self) -> str:
         head, *rows = self._cells()
@@ -253,6 +268,7 @@ class Slices:
         head, *rows = ["| " + " | ".join(row) + " |" for row in cells]
         return "\n".join([head, "|---" * len(cells[0]) + "|", *rows])
 
+    @picture_style()
     def plot(self) -> Any:
         """Return a matplotlib figure of the loss over all slices.
 
@@ -264,11 +280,11 @@ class Slices:
         for start, end in self.bounds:
             runs = self.runs(start)
             first_steps = _first_steps(runs)
-            _mark_slice(axes, f"rows {start}-{end}", first_steps)
+            _mark_slice(axes, f"rows {span(start, end)}", first_steps)
             was_cut_short = was_cut_short or len(first_steps) > 1
         if was_cut_short:
-            axes.plot([], [], color="tab:red", linestyle=":", label="cut short, went on")
-            axes.legend(frameon=False)
+            axes.plot([], [], color=ORANGE, linestyle=":", label="cut short, went on")
+            axes.legend(fontsize=9)
         return figure
 
 # %% ../../nbs/launcher/12_slices.ipynb #3061873e

@@ -14,12 +14,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..display.plots import png_bytes
+from ..display.plots import BLUE, GREEN, INK, ORANGE, new_figure, picture_style, png_bytes
 from ..display.tables import html_table
 from .fit import simulations
 from ..run.config import RunConfig
 from ..run.environment import GPU, find_gpu
 from ..run.errors import ConfigError, did_you_mean
+from ..run.numbers import percent
 
 # %% ../../nbs/memory/05_scaling.ipynb #1d6fff5f
 _REACHED = 0.8
@@ -246,7 +247,7 @@ def _has_room(paper: Communication, layout: str) -> str:
 
 def _lines(paper: Communication) -> list[str]:
     layouts = _layouts(paper)
-    worth = f"{_WORTH:.0%} of the GPUs' speed or more"
+    worth = f"{percent(_WORTH)} of the GPUs' speed or more"
     said = [f"{one}: {worth} {_pays_off(paper, one)}{_has_room(paper, one)}" for one in layouts]
     if {"hybrid_shard", "full_shard"} <= set(layouts):
         first = paper.crossing()
@@ -274,18 +275,16 @@ def _assumptions(paper: Communication) -> str:
 
 # %% ../../nbs/memory/05_scaling.ipynb #f73e140e
 _COLORS = {
-    "ddp": "#0072b2",
-    "full_shard": "#d55e00",
-    "shard_grad_op": "#cc79a7",
-    "hybrid_shard": "#009e73",
+    "ddp": BLUE,
+    "full_shard": ORANGE,
+    "shard_grad_op": "#c2557f",
+    "hybrid_shard": GREEN,
 }
 
 
+@picture_style()
 def _figure(paper: Communication) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.6, 3.3), dpi=110, layout="constrained")
-    share, sent = figure.subplots(1, 2)
+    figure, ((share, sent),) = new_figure(8.6, 3.3, 1, 2)
     for layout in _layouts(paper):
         costs = paper.of(layout)
         fits = [paper.fits(cost) for cost in costs]
@@ -315,21 +314,21 @@ def _draw(
     nodes, color = [cost.nodes for cost in costs], _COLORS[costs[0].layout]
     axes.plot(nodes, values, style, color=color, linewidth=1.6, label=label)
     for x, y, is_full in zip(nodes, values, fits, strict=True):
-        fill = color if is_full else "white"
+        fill = color if is_full else "none"
         axes.plot([x], [y], "o", color=color, markersize=5, markerfacecolor=fill)
 
 # %% ../../nbs/memory/05_scaling.ipynb #d2656914
 def _label_share(axes: Any, most: float) -> None:
     limit = 100 * (1 - _WORTH)
-    small = {"textcoords": "offset points", "fontsize": 8, "color": "#555555"}
-    axes.axhline(limit, color="#7a7a7a", linewidth=1, linestyle="--")
-    axes.annotate(f"{_WORTH:.0%} efficiency", (1, limit), (0, 3), **small)
+    small = {"textcoords": "offset points", "fontsize": 8}
+    axes.axhline(limit, color=INK, linewidth=1, linestyle="--")
+    axes.annotate(f"{percent(_WORTH)} efficiency", (1, limit), (0, 3), **small)
     axes.set(ylabel="% of a step, not hidden", ylim=(0, max(30, 104 * most)))
 
 
 def _label_sent(axes: Any) -> None:
     key = "solid: inside a node   dotted: between nodes"
-    small = {"xycoords": "axes fraction", "fontsize": 8, "color": "#555555"}
+    small = {"xycoords": "axes fraction", "fontsize": 8}
     axes.set_ylabel("GB a GPU sends in a step")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
@@ -341,8 +340,6 @@ def _label_nodes(axes: Any, paper: Communication) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel(f"nodes of {paper.gpus} x {paper.gpu.name}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
 
 # %% ../../nbs/memory/05_scaling.ipynb #74522a84
 def _row(cost: Cost, fits: bool) -> dict[str, Any]:

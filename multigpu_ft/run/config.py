@@ -154,7 +154,8 @@ class _DataSettings(_Settings):
 # %% ../../nbs/run/04_config.ipynb #36054fbc
 def _check_slice(cfg: _SliceSettings, end: int, num_rows: int) -> None:
     "Raise `DataError` if the slice up to the row `end` is not in a dataset of `num_rows` rows."
-    span = f"{cfg.start_idx}-{cfg.end_idx if cfg.end_idx is not None else '(end)'}"
+    after = "(end)" if cfg.end_idx is None else f"{cfg.end_idx:,}"
+    span = f"{cfg.start_idx:,}–{after}"
     where = f"slice {span} of {cfg.dataset}, which has {num_rows:,} rows"
     if not num_rows:
         raise DataError(f"{cfg.dataset} has no rows.")
@@ -704,7 +705,7 @@ def _conflicts(cfg: RunConfig) -> Iterator[str]:
     ):
         yield (
             f"start_idx={cfg.start_idx} is outside the schedule's rows "
-            f"{cfg.schedule_start_idx}-{cfg.schedule_end_idx}; "
+            f"{cfg.schedule_start_idx:,}–{cfg.schedule_end_idx:,}; "
             "widen schedule_start_idx and schedule_end_idx to the whole series of slices"
         )
     if cfg.max_steps and cfg.warmup_steps > cfg.max_steps:

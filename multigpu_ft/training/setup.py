@@ -37,6 +37,7 @@ from ..models.loss import ClassifierLoss, LossModel
 from ..models.quantization import choose_quantization, count_weights, frozen_bytes
 from ..run.config import OPTIMIZERS, RunConfig
 from ..run.errors import ConfigError
+from ..run.numbers import percent
 from .step import make_optimizer
 
 # %% ../../nbs/training/04_setup.ipynb #9422c115
@@ -314,7 +315,7 @@ def prepare_model(
         take_foreign(checkpoint, model, cfg, world) if checkpoint and is_foreign(checkpoint) else []
     )
     if cfg.tuning != "full":
-        share = f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%})"
+        share = f"trains {trainable:,} of {total:,} parameters ({percent(trainable / total, 2)})"
         remark(f"{share}; quantization {quantization}: {quantization_reason}")
     every = put_under(cfg, strategy, with_loss(cfg, model, label_names), streamed)
     about = {

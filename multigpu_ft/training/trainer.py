@@ -67,6 +67,8 @@ class Schedule:
     last_epoch: int
     total_steps: int  # from the slice's beginning to the end of the plan
     earlier_steps: int  # optimizer steps on earlier slices
+    epoch_rows: int = 0  # of the first epoch that is left
+    epoch_steps: int = 0
 
     @classmethod
     def of(cls, cfg: RunConfig, rank: Rank, data: TrainingData, progress: Progress) -> "Schedule":
@@ -80,14 +82,18 @@ class Schedule:
             limit = cfg.max_steps - (progress.step + 1 - first)
         order = SampleOrder(**progress.order)
         count, epoch, position = 0, progress.epoch, progress.position
+        epoch_rows = epoch_steps = 0
         while epoch <= last_epoch and count < limit:
-            count += len(Epoch(data.texts, order, epoch).steps(position))
+            plan = Epoch(data.texts, order, epoch)
+            if not count:
+                epoch_rows, epoch_steps = len(plan.rows), len(plan.steps())
+            count += len(plan.steps(position))
             epoch, position = epoch + 1, 0
         earlier_steps = 0
         if progress.optimizer_step:
             earlier_steps = progress.optimizer_step - progress.slice_step
         total_steps = progress.slice_step + int(min(count, limit))
-        return cls(cfg, last_epoch, total_steps, earlier_steps)
+        return cls(cfg, last_epoch, total_steps, earlier_steps, epoch_rows, epoch_steps)
 
     def rate(self, progress: Progress) -> float:
         "Return the learning rate of the step after `progress`."
@@ -121,6 +127,8 @@ class Training:
     saves: Saves
     flops_per_token: float
     first_step: Step | None = None  # the first that this process makes
+    # epoch and row of the run's first step, if this process makes it
+    loss_before_at: list[int] | None = None
     loss_before: float | None = None  # of that step, if dropout raises the loss in training
 
     @property
@@ -305,6 +313,9 @@ def _report_start(
         slice=[data.slice.start_idx, data.slice.end_idx],
         num_rows=data.slice.num_rows,
         texts=len(data.texts),
+        tokens=int(data.texts.lengths.sum()),
+        epoch_rows=schedule.epoch_rows,
+        epoch_steps=schedule.epoch_steps,
         dropped=data.slice.dropped,
         best=best_scores(progress),
         exported_checkpoint=None,
@@ -389,14 +400,37 @@ def _has_dropout(cfg: RunConfig, model: nn.Module) -> bool:
 
 
 def _measure_before(training: Training, step: Step) -> None:
-    "Measure the losses before the first step of this process. A collective."
+    """Measure the losses before the first step of the run, which is `step` unless the run resumes.
+    A collective."""
     training.first_step = step
-    if training.evaluations.wanted:
-        training.rank.heartbeat(IDLE)
-        training.rank.run_log.status(eval_before=training.evaluations.measure())
+    rank, progress = training.rank, training.progress
+    told = rank.world.from_main(rank.run_dir.status())
+    if training.evaluations.wanted and not told.get("eval_before"):
+        rank.heartbeat(IDLE)
+        found = training.evaluations.measure()
+        rank.run_log.status(eval_before={"step": progress.step, **found})
+        if not progress.step:
+            # the slice before has measured it otherwise, at the same step
+            scores = {f"eval_{name}": value for name, value in found.items()}
+            for text in training.trackers.log({"step": 0, "time": time.time(), **scores}):
+                rank.run_log.remark(text)
+    if told.get("loss_before_at"):
+        return
+    training.loss_before_at = [progress.epoch, progress.position]
     if _has_dropout(training.cfg, training.strategy.unwrap_model()):
         # dropout raises the training loss, so it could not be compared with `loss_after`
         training.loss_before = step_loss(training.strategy, step)
+
+
+def _first_step_of_run(training: Training) -> Step | None:
+    "Return the first step of the run, which an earlier process may have made. A collective."
+    rank = training.rank
+    at = rank.world.from_main(rank.run_dir.status().get("loss_before_at"))
+    if not at:
+        return training.first_step
+    world, data = rank.world, training.data
+    again = epoch_steps(data.texts, training.order, training.cfg, *at, world.rank, world.size)
+    return next(again, training.first_step)
 
 
 def _log_histograms(training: Training) -> None:
@@ -497,9 +531,9 @@ def _log_step(
             **{f"eval_{name}": value for name, value in found.items()},
         }
     )
-    if end.first:
-        before = training.loss_before
-        rank.run_log.status(loss_before=measured["loss"] if before is None else before)
+    if end.first and training.loss_before_at:
+        before = measured["loss"] if training.loss_before is None else training.loss_before
+        rank.run_log.status(loss_before=before, loss_before_at=training.loss_before_at)
     if rank.world.is_main:
         total_steps = training.schedule.total_steps
         if forecast := training.time_budget.forecast(progress.slice_step, total_steps):
@@ -541,17 +575,22 @@ def _export(training: Training) -> dict[str, Any]:
     "Export the best or the last weights. Returns entries for the status. A collective."
     rank, strategy, evaluations = training.rank, training.strategy, training.evaluations
     outcome = load_best(evaluations, rank.run_dir, training.storage)
-    if training.first_step:
-        outcome["loss_after"] = step_loss(strategy, training.first_step)
+    if first_step := _first_step_of_run(training):
+        outcome["loss_after"] = step_loss(strategy, first_step)
     if message := _message(training):
         outcome["message"] = message
     rank.run_log.status(activity="exporting the model")
-    if evaluations.wanted:
-        outcome["eval_after"] = evaluations.newest
+    if evaluations.wanted and (evaluations.newest or _was_measured(rank)):
+        outcome["eval_after"] = evaluations.newest or evaluations.measure()
     outcome |= export_model(rank.run_dir, strategy, training.data.tokenizer, training.quantization)
     if "export_remark" in outcome:
         rank.run_log.remark(outcome.pop("export_remark"))
     return outcome
+
+
+def _was_measured(rank: Rank) -> bool:
+    "Return whether the run has been evaluated before its first step. A collective."
+    return rank.world.from_main(bool(rank.run_dir.status().get("eval_before")))
 
 
 def _message(training: Training) -> str | None:

@@ -134,9 +134,9 @@ class Evaluations:
         if self.patience_is_over:
             best, goal = best_scores(progress), "a finite loss"
             if best:
-                goal = f"a lower loss than {best['loss']:.4f}, that of step {best['step']}"
+                goal = f"a lower loss than {best['loss']:.4f}, that of step {best['step']:,}"
             count = f"{self.cfg.patience} evaluation(s) in a row"
-            self.run_log.remark(f"stops at step {progress.step}: {count} did not reach {goal}")
+            self.run_log.remark(f"stops at step {progress.step:,}: {count} did not reach {goal}")
         return self.newest, is_best and self.cfg.chooses_best
 
 # %% ../../nbs/training/02_validation.ipynb #15b1355f
@@ -163,7 +163,7 @@ def load_best(evaluations: Evaluations, run_dir: RunDir, storage: Storage) -> di
         return {}
     if before and not best["loss"] < before["loss"]:
         remark(
-            f"no evaluation reached a lower loss than {before['loss']:.4f}, the loss before the first step; "
+            f"no evaluation reached a lower held-out loss than {before['loss']:.4f}, that before the first step; "
             f"the best is {best['loss']:.4f}"
         )
     if best["step"] == evaluations.progress.step:
@@ -179,7 +179,7 @@ def load_best(evaluations: Evaluations, run_dir: RunDir, storage: Storage) -> di
     evaluations.newest = {
         score: value for score, value in best.items() if score not in ("step", "checkpoint")
     }
-    remark(f"exports the best checkpoint, {name}, with an evaluation loss of {best['loss']:.4f}")
+    remark(f"exports the best checkpoint, {name}, with a held-out loss of {best['loss']:.4f}")
     return {"exported_checkpoint": name}
 
 

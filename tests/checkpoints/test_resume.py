@@ -80,13 +80,13 @@ def test_the_ledger_reports_gaps_overlaps_and_repeats_before_training(
     server.finish(cfg.replace(end_idx=16))
     server.finish(cfg.replace(start_idx=12, end_idx=24))
     gap = launch(cfg.replace(start_idx=30, end_idx=40, max_steps=1, nproc=1, batch_size=4))
-    told = ["rows 24-30 are left out: the slices so far end at row 24, this one starts at row 30"]
+    told = ["rows 24–30 are left out: the slices so far end at row 24, this one starts at row 30"]
     assert remarks(gap) == told and told[0] in capsys.readouterr().err
     repeat = server.finish(cfg.replace(end_idx=16))
     assert remarks(repeat) == [
-        "slice 0-16 was trained before (1 epoch(s)); it is now trained again",
-        "rows 12-16 were trained before, in slice 12-24; they are now trained again",
-        "slice 30-40 was left after 40% of epoch 1; this run does not finish it",
+        "slice 0–16 was trained before (1 epoch(s)); it is now trained again",
+        "rows 12–16 were trained before, in slice 12–24; they are now trained again",
+        "slice 30–40 was left after 40 % of epoch 1; this run does not finish it",
     ]
     checkpoint = json.loads((repeat.checkpoints()[-1] / "progress.json").read_text())
     assert [(s["start_idx"], s["end_idx"]) for s in checkpoint["trained"]] == [
@@ -166,7 +166,7 @@ def test_files_of_the_original_script_are_loaded(material, run_root, server):
         and taken.status()["loss_before"] != base.status()["loss_before"]
     )
     assert remarks(taken) == [
-        "rows 24-30 are left out: the slices so far end at row 24, this one starts at row 30"
+        "rows 24–30 are left out: the slices so far end at row 24, this one starts at row 30"
     ]
     path.write_bytes(path.read_bytes()[:5000])
     broken = server.finish(cfg.replace(resume_file=str(path)))

@@ -189,3 +189,62 @@ def test_the_classic_notebook_shows_the_panel_and_interrupts(place, shots):
     page.wait_for_text("stopped", 30)
     page.wait(20)
     page.screenshot(shots / "classic-stopped.png")
+
+
+def stop_button(page):
+    "Return where Stop is within its panel, and None once there is no panel."
+    return page.page.evaluate("""() => {
+        const stop = [...document.querySelectorAll('button')].find(b => b.textContent.startsWith('Stop'))
+        const panel = stop && stop.closest('.jp-OutputArea-child')
+        return panel ? stop.getBoundingClientRect().y - panel.getBoundingClientRect().y : null
+    }""")
+
+
+@pytest.mark.slow
+def test_nothing_in_the_panel_moves_and_its_curve_tells_values(place, shots):
+    held_out = "eval_start_idx=4000, eval_end_idx=4020, eval_every=20, run_name={!r}, max_steps={}"
+    cfg = LONG.format(1).rstrip(")") + ", " + held_out + ", resume_file='none')"
+    here = place()
+    page = here.open(
+        make_notebook(
+            here.folder / "a.ipynb",
+            IMPORTS
+            + f"run = launch({cfg.format('a-name-much-longer-than-its-place-in-a-panel', 60)})",
+            IMPORTS + f"run = launch({cfg.format('second', 120)})",
+            "run.plot(over=['a-name-much-longer-than-its-place-in-a-panel'])",
+        )
+    )
+    page.run_cell(0, wait=0)
+    places = {until(lambda: stop_button(page), 60, "a panel")}
+    page.wait_for_text(re.compile(r"step \d+ of 60"), 60, 0)
+    while (at := stop_button(page)) is not None:
+        places.add(at)
+        page.page.wait_for_timeout(100)
+    assert len(places) == 1, places
+    page.wait(20)
+    page.wait_for_text(re.compile(r"held-out loss\s+\d\.\d{4} → \d\.\d{4}"), 5, 0)
+    page.wait_for_text(re.compile(r"60 of 60 of slice 0–4,000"), 5, 0)
+    name = page.output(0).get_by_title("a-name-much-longer-than-its-place-in-a-panel")
+    assert "…" in name.first.inner_text()
+    page.run_cell(1, wait=0)
+    page.wait_for_text(re.compile(r"step \d\d+ of 120"), 60, 1)
+    lines = page.output(1).locator("svg polyline")
+    before = lines.count()
+    page.page.get_by_text("other runs", exact=True).click()
+    page.output(1).locator("select").select_option(index=0)
+    until(lambda: lines.count() > before, 10, "the other run's curve")
+    box = page.output(1).locator("svg[aria-label^=loss]").bounding_box()
+    page.page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + box["height"] / 2)
+    until(
+        lambda: any(
+            re.match(r"step \d+: \d\.\d{4}, held-out \d\.\d{4}", words)
+            for words in page.output(1).locator(".mft-at text:visible").all_inner_texts()
+        ),
+        10,
+        "the values under the mouse",
+    )
+    page.screenshots(shots, "compared", page.output(1))
+    page.wait(60)
+    page.run_cell(2)
+    assert page.output(2).locator("img").count() == 1
+    page.screenshots(shots, "laid-over", page.output(2))

@@ -239,8 +239,8 @@ def test_the_verdict_states_its_numbers():
     number = r"\d\.\d{3,4}"
     pattern = (
         rf"the loss falls by ({number}) nats per token "
-        rf"\(95% interval ({number}) to ({number})\), "
-        r"perplexity ([\d.]+) -> ([\d.]+), on 400 examples"
+        rf"\(95 % interval ({number}) to ({number})\), "
+        r"perplexity ([\d.]+) → ([\d.]+), on 400 examples"
     )
     value, low, high, before, after = map(float, re.fullmatch(pattern, found.text).groups())
     assert (

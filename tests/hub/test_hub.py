@@ -110,7 +110,7 @@ def test_what_is_uploaded_comes_back_unchanged(hub, client, run, tmp_path):
         card == model_card(run)
         and str(tmp_path) not in card
         and card.startswith("---\n")
-        and "| 0-48 | 0 | 1 |" in card
+        and "| 0–48 | 0 | 1 |" in card
     )
     record = read_record(run)
     assert (
@@ -725,7 +725,7 @@ def test_the_cell_shows_uploads(hub, hub_server, material, run_root):
         in done.stderr
     )
     assert (
-        "rows 24-48 were trained before" in done.stderr
+        "rows 24–48 were trained before" in done.stderr
         and f"uploaded  {hub.url}/jane/told" in done.stdout
     )
 
@@ -776,7 +776,7 @@ def test_a_card_describes_the_model_and_how_to_load_it(tmp_path, settings, says,
         words in card
         for words in [
             *says,
-            "| evaluation accuracy | 0.5000 | 0.7500 |",
+            "| held-out accuracy | 50.0 % | 75.0 % |",
             "Compared with the base model: better",
         ]
     ), card

@@ -225,13 +225,13 @@ def test_broken_data(refusing, run_root, line, reason, nproc):
         (
             "start_idx=300, end_idx=200",
             "DataError",
-            r"slice 300-200 of builtin:python-docs, which has [\d,]+ rows: the slice is empty",
+            r"slice 300–200 of builtin:python-docs, which has [\d,]+ rows: the slice is empty",
         ),
         ("start_idx=-1", "DataError", r"which has [\d,]+ rows: .*cannot be negative"),
         (
             "start_idx=1000000",
             "DataError",
-            r"slice 1000000-\(end\) of builtin:python-docs, which has [\d,]+ rows: start_idx is beyond",
+            r"slice 1,000,000–\(end\) of builtin:python-docs, which has [\d,]+ rows: start_idx is beyond",
         ),
         ("end_idx=1000000", "DataError", r"which has [\d,]+ rows: end_idx is beyond"),
         ("dataset='none.jsonl'", "DataError", "dataset 'none.jsonl'"),

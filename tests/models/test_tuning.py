@@ -119,7 +119,7 @@ def test_the_remarks_tell_what_is_trained(models, tuned, run_root):
         )
     )
     assert run.status()["remarks"] == [
-        "trains 578 of 22,884 parameters (2.53%); quantization none: no GPU"
+        "trains 578 of 22,884 parameters (2.53 %); quantization none: no GPU"
     ]
 
 

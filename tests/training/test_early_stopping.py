@@ -4,6 +4,7 @@ import json
 
 import pytest
 from harness import faults
+from harness.runs import until
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -141,3 +142,34 @@ def test_the_best_checkpoint_may_be_the_last(server, material, run_root):
         and status["exported_checkpoint"] is None
     )
     assert RunDir(run_dir.path).checkpoints()[-1].name == status["checkpoint"]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_has_one_before_however_often_it_resumes(server, material, run_root, nproc):
+    "The first evaluation and the first-step loss are those before the run's first step."
+    settings = {**HALF, "num_epochs": 4, "save_every": 1, "learning_rate": 1e-3}
+    cfg = faults.config(material, run_root, nproc=nproc, **settings)
+    whole = server.finish(cfg.replace(run_root=str(run_root / "whole")))
+    run_dir, agent = server.start(cfg)
+    until(lambda: len(run_dir.metrics()) > 3, 30, "steps")
+    run_dir.request_stop()
+    faults.wait_for_end(run_dir, agent)
+    stopped = run_dir.status()
+    assert stopped["state"] == "stopped" and 3 < stopped["step"] < stopped["total_steps"]
+    server.finish(cfg, run_dir)
+    status, undisturbed = run_dir.status(), whole.status()
+    assert status["state"] == "done" and status["eval_before"] == stopped["eval_before"]
+    assert status["eval_before"]["step"] == 0
+    assert status["eval_before"]["loss"] > status["eval_after"]["loss"]
+    for name in ("loss_before", "loss_after"):
+        assert status[name] == pytest.approx(undisturbed[name], rel=1e-6), name
+    assert status["eval_after"] == pytest.approx(undisturbed["eval_after"], rel=1e-6)
+
+
+def test_the_next_slice_is_evaluated_where_it_starts(server, material, run_root):
+    cfg = faults.config(material, run_root, **{**HALF, "num_epochs": 1, "end_idx": 12})
+    first = server.finish(cfg)
+    second = server.finish(cfg.replace(start_idx=12, end_idx=24))
+    before = second.status()["eval_before"]
+    assert before["step"] == first.status()["step"] > 0
+    assert before["loss"] == pytest.approx(first.status()["eval_after"]["loss"], rel=1e-6)
