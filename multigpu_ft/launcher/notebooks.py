@@ -18,6 +18,7 @@ from ..run.errors import ConfigError
 # %% ../../nbs/launcher/13_notebooks.ipynb #9f15c88f
 RECIPES = ("train", "slices", "evaluate", "generate")
 REPOSITORY = "https://github.com/multigpu-ft/multigpu_ft"
+_READ_BY_GUIDES = ("bench/results/zero.json", "bench/results/curves.png")
 _UPWARDS = re.compile(r"\]\(((?:\.\./)+)([^)\s]*)\)")
 
 
@@ -35,12 +36,11 @@ def _sources(name: str) -> dict[str, Path]:
     "Return the files to copy by the names of their copies: one recipe, or all guides."
     if name in RECIPES:
         return {"": shipped(f"{name}.ipynb")}
-    guides = sorted(shipped("guides").glob("*.ipynb"))
-    examples = sorted(shipped("examples").iterdir())
-    return {
-        **{path.name: path for path in guides},
-        **{f"examples/{path.name}": path for path in examples},
-    }
+    guides = shipped("guides")
+    installed = guides if (guides / "bench").is_dir() else guides.parents[1]
+    found = {path.name: path for path in sorted(guides.glob("*.ipynb"))}
+    found |= {f"examples/{path.name}": path for path in sorted(shipped("examples").iterdir())}
+    return found | {name: installed / name for name in _READ_BY_GUIDES}
 
 # %% ../../nbs/launcher/13_notebooks.ipynb #54762b8b
 def copy_notebook(name: str, out: str | Path | None = None, force: bool = False) -> Path:
@@ -64,7 +64,10 @@ def copy_notebook(name: str, out: str | Path | None = None, force: bool = False)
     try:
         for copy, path in copies.items():
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(_copied(path.read_text(encoding="utf-8")), encoding="utf-8")
+            if path.suffix == ".ipynb":
+                copy.write_text(_copied(path.read_text(encoding="utf-8")), encoding="utf-8")
+            else:
+                copy.write_bytes(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"can't write {str(error.filename or place)!r}: {error.strerror};"
