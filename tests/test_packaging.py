@@ -11,16 +11,18 @@ import tarfile
 import threading
 import venv
 import zipfile
+from configparser import ConfigParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
+import yaml
 from harness.notebooks import outputs
 from harness.runs import BIN, NBS, REPO, processes
 
 from multigpu_ft import __version__
-from multigpu_ft.launcher.notebooks import _READ_BY_GUIDES, RECIPES
+from multigpu_ft.launcher.notebooks import _READ_BY_GUIDES, RECIPES, REPOSITORY
 
 KERNELS = ("train", "evaluate", "wheels")
 
@@ -216,6 +218,39 @@ def test_a_stopped_run_prints_the_command_that_resumes_it(say):
     assert "(stopped)" in last and "max_hours=0.003" in labelled(last, "why")[0]
     (command,) = labelled(last, "resume")
     say(f"{command} --max-hours 1 --max-steps 2")
+
+
+RELEASE = yaml.safe_load((REPO / ".github" / "workflows" / "release.yml").read_text())
+
+
+@pytest.mark.parametrize(
+    "tag, reason",
+    [(f"v{__version__}", None), ("v999.0", "the tag is v999.0"), (__version__, "settings.ini has")],
+)
+def test_a_release_needs_a_tag_with_the_version_of_settings(tag, reason):
+    check = next(step["run"] for step in RELEASE["jobs"]["build"]["steps"] if "run" in step)
+    env = {**os.environ, "GITHUB_REF_NAME": tag}
+    done = subprocess.run(["bash", "-e", "-c", check], cwd=REPO, env=env, capture_output=True)
+    assert (reason or "") in done.stderr.decode() and (done.returncode == 0) == (reason is None)
+
+
+def test_a_release_is_published_without_a_token():
+    publish = RELEASE["jobs"]["publish"]
+    assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
+    assert publish["environment"]["name"] == "pypi" and RELEASE[True]["push"]["tags"] == ["v*"]
+    assert RELEASE["permissions"] == {"contents": "read"}
+    *_, last = publish["steps"]
+    assert last["uses"].startswith("pypa/gh-action-pypi-publish@") and "with" not in last
+    steps = [step for job in RELEASE["jobs"].values() for step in job["steps"]]
+    assert all(
+        re.search(r"@(v\d|release/v\d|[0-9a-f]{40})", s["uses"]) for s in steps if "uses" in s
+    )
+
+
+def test_the_address_in_copies_is_the_repository_of_settings():
+    settings = ConfigParser(delimiters=["="])
+    settings.read(REPO / "settings.ini")
+    assert settings["DEFAULT"]["git_url"] == REPOSITORY
 
 
 @pytest.fixture
