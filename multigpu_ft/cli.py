@@ -188,7 +188,10 @@ def _why_stopped(run: Run) -> str:
     if run.dir.stop_requested():
         return "it was asked to stop: by Stop, an interrupt or run.stop()"
     said = [remark for remark in run.status.get("remarks", []) if "it stops and saves" in remark]
-    return said[-1] if said else "its time was over"
+    if said:
+        return said[-1]
+    hours = f" by max_hours={run.config.max_hours:g}" if run.config.max_hours else ""
+    return f"its time was over{hours or ', as the session ends'}"
 
 
 def _failed_log(run: Run) -> str:

@@ -115,7 +115,7 @@ def say(installed, tmp_path):
 
     def say(line, code=0):
         done = subprocess.run(
-            line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180
+            line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == code, (line, done.stdout[-2000:], done.stderr[-3000:])
         return done.stdout
@@ -173,6 +173,7 @@ def test_printed_commands_run_where_only_the_wheel_is_installed(say, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_each_recipe_runs_by_the_commands_that_are_printed_with_it(say, tmp_path):
     for name in ("evaluate", "generate", "slices"):
         for command in labelled(say(f"multigpu-ft notebook {name}"), "next"):
@@ -191,6 +192,7 @@ def test_each_recipe_runs_by_the_commands_that_are_printed_with_it(say, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("guide", ["first_run", "strategies"])
 def test_a_guide_runs_from_its_copy(guide, say, tmp_path):
     say("multigpu-ft notebook guides")
