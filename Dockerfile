@@ -21,6 +21,8 @@ COPY constraints.txt .
 RUN pip install --constraint constraints.txt --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple torch
 COPY setup.py settings.ini README.md LICENSE ./
 COPY multigpu_ft multigpu_ft
+COPY nbs nbs
+COPY bench bench
 RUN pip install --constraint constraints.txt ".[${EXTRAS}]"
 
 FROM ${BASE}

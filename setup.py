@@ -1,16 +1,44 @@
 """Packaging: everything said here is read from settings.ini, which nbdev shares."""
 
+import shutil
 from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
 parser = ConfigParser(delimiters=["="])
 parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
 
+# The notebooks that users run and the files that go with them: where they go, and what from where.
+NOTEBOOKS = {
+    "": ("nbs", "train.ipynb", "slices.ipynb", "evaluate.ipynb", "generate.ipynb"),
+    "guides": ("nbs/guides", "*.ipynb"),
+    "examples": ("nbs/examples", "*"),
+    "guides/bench/results": ("bench/results", "zero.json", "curves.png"),  # a guide shows them
+}
+
+
+class BuildWithNotebooks(build_py):
+    "Gather the notebooks in the package, for `multigpu-ft notebook`; a checkout has them in nbs/."
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib) / "multigpu_ft" / "notebooks"
+        shutil.rmtree(target, ignore_errors=True)
+        for place, (folder, *patterns) in NOTEBOOKS.items():
+            (target / place).mkdir(parents=True, exist_ok=True)
+            for pattern in patterns:
+                for file in (here / folder).glob(pattern):
+                    shutil.copyfile(file, target / place / file.name)
+
+
 setup(
+    cmdclass={"build_py": BuildWithNotebooks},
     name=cfg["lib_name"],
     version=cfg["version"],
     description=cfg["description"],

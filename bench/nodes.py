@@ -41,7 +41,7 @@ with tempfile.TemporaryDirectory() as root:
     }
     one = RunConfig(**common, run_name="one", nproc=4, strategy="ddp")
     subprocess.run(
-        [hosts.BIN / "multigpu-ft", "train", *shlex.split(flags(one, leave=()))],
+        [hosts.BIN / "multigpu-ft", "train", *shlex.split(flags(one))],
         check=True,
         stdout=subprocess.DEVNULL,
     )

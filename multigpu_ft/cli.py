@@ -9,14 +9,16 @@ __all__ = ['parse_config', 'describe', 'main']
 import inspect
 import json
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
+import multigpu_ft
 from .deploy.kubernetes import BAD_SETTINGS_EXIT_CODE, deploy_kubernetes
 from .deploy.sagemaker import deploy_sagemaker
 from .deploy.skypilot import deploy_skypilot
@@ -25,17 +27,52 @@ from .display.tables import text_table
 from .evaluation.api import evaluate
 from .generation.api import generate
 from .launcher.api import Runs, launch, runs
-from .launcher.commands import flags
+from .launcher.commands import terminal_command
+from .launcher.notebooks import copy_notebook, next_commands
 from .launcher.run import Run, Terminated
 from .launcher.slices import run_slices
 from .launcher.sync import sync
 from .memory.api import estimate
 from .run.config import PRESET_NEEDS, PRESETS, RunConfig
-from .run.errors import ConfigError
+from .run.errors import ConfigError, did_you_mean
 from .run.failures import RunFailed
 from .run.numbers import FIRST_STEP_LOSS, change, held_out_changes, loss_unit, score
 from .run.run_dir import STOPPED_EXIT_CODE
 from .run.secrets import refuse_secrets
+
+# %% ../nbs/04_cli.ipynb #58fab431
+_SUMMARIES = {
+    "train": "Fine-tune a model on all GPUs of this machine, or together with other machines.",
+    "estimate": "Say whether a run fits into the GPUs' memory, and how long it takes.",
+    "slices": "Train all slices of a dataset, one after the other.",
+    "generate": "Sample answers to questions, and write them as conversations to train on.",
+    "evaluate": "Compare a fine-tuned model with its base on held-out texts.",
+    "runs": "List the runs in a folder, or say how the newest one went.",
+    "sync": "Upload what a run couldn't upload while it trained.",
+    "presets": "List the presets and what each of them needs.",
+    "doctor": "Check everything a run needs: GPUs, packages, disk, memory, tokens.",
+    "deploy": "Run on other machines, in a cluster or a cloud.",
+    "notebook": "Copy a recipe or the guides out of the package.",
+}
+_STARTS = "--preset NAME starts from a preset, --config FILE from the settings in a JSON file."
+_MORE = {  # also flags that aren't fields, so tyro doesn't know them
+    "train": f"{_STARTS} --force starts a run although the estimate says it won't fit."
+    " --node-rank N and --rdzv HOST:PORT are for one machine among several.",
+    "estimate": f"{_STARTS} --gpus COUNT and --gpu-memory-gib T4 (a GPU's name, or GiB) describe"
+    " the machine.",
+    "slices": f"{_STARTS} --size is short for --slice-size.",
+    "generate": "The same command again makes what is missing after a stop.",
+    "evaluate": "The run may come first: multigpu-ft evaluate runs/NAME. Without --dataset, the"
+    " texts are held-out rows of the run's own data.",
+}
+
+
+def _parse(verb: str, function: Callable[..., Any], arguments: list[str], **options: Any) -> Any:
+    "Call `function` with `arguments` as flags; exits with usage for an unknown flag."
+    summary = options.pop("summary", _SUMMARIES.get(verb))
+    description = f"{summary} {_MORE.get(verb, '')}".strip()
+    prog = f"multigpu-ft {verb}"
+    return tyro.cli(function, args=arguments, prog=prog, description=description, **options)
 
 # %% ../nbs/04_cli.ipynb #40d17701
 def _take(arguments: list[str], flag: str) -> str | None:
@@ -51,45 +88,27 @@ def _take(arguments: list[str], flag: str) -> str | None:
     return None
 
 
-# flags that aren't fields, so tyro doesn't know them
-_MORE_FLAGS = {
-    "train": " --node-rank N and --rdzv HOST:PORT are for one machine among several."
-    " --force starts a run although the estimate says it won't fit.",
-    "estimate": " --gpus COUNT and --gpu-memory-gib T4 (a GPU's name, or GiB) describe the machine.",
-    "slices": " --size is short for --slice-size.",
-}
-
-
 def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
     """Return the configuration that `arguments` give.
 
     Raises `ConfigError`; exits with usage for an unknown flag."""
     arguments = list(arguments)
-    preset, file = _take(arguments, "--preset"), _take(arguments, "--config")
+    default = _starting_config(_take(arguments, "--preset"), _take(arguments, "--config"))
+    if model := _take(list(arguments), "--model"):
+        # the default learning rate depends on the model, and tyro passes on that of `default`
+        default = default.replace(model=model)
+    return _parse(verb, RunConfig, arguments, default=default)
+
+
+def _starting_config(preset: str | None, file: str | None) -> RunConfig:
+    "Return the settings of a preset or in a JSON file; the defaults without either."
     if preset is not None and file is not None:
         raise ConfigError(
             f"--preset {preset} and --config {file} both set the defaults; use only one of them."
         )
     if preset is not None:
-        default = RunConfig.preset(preset)
-    elif file is not None:
-        default = _read_config(file)
-    else:
-        default = RunConfig()
-    if model := _take(list(arguments), "--model"):
-        # the default learning rate depends on the model, and tyro passes on that of `default`
-        default = default.replace(model=model)
-    description = (
-        "Fine-tune a model. --preset NAME starts from a preset,"
-        f" --config FILE from the settings in a JSON file.{_MORE_FLAGS[verb]}"
-    )
-    return tyro.cli(
-        RunConfig,
-        args=arguments,
-        default=default,
-        prog=f"multigpu-ft {verb}",
-        description=description,
-    )
+        return RunConfig.preset(preset)
+    return RunConfig() if file is None else _read_config(file)
 
 
 def _refuse_secrets(arguments: list[str]) -> None:
@@ -121,16 +140,69 @@ def _train(arguments: list[str], as_json: bool) -> dict[str, Any]:
 def describe(run: Run) -> str:
     """Return a summary of `run` in a few lines.
 
-    It has the state, the held-out scores or else the first-step loss, before and after, and the
-    places of the results."""
-    rows = [("run", f"{run.dir.path}  ({run.state})"), *_loss_rows(run), *_result_rows(run)]
+    It has the state, why it failed or stopped, the held-out scores or else the first-step loss,
+    before and after, and the places of the results."""
+    ending = _ending(run)
+    rows = [("run", f"{run.dir.path}  ({run.state})")]
+    why = (ending["why"] or "").splitlines()
+    rows += [("" if number else "why", line) for number, line in enumerate(why)]
+    if log := ending["log"]:
+        rows.append(("log", log))
+    rows += [*_loss_rows(run), *_result_rows(run)]
     if skipped := run.status.get("skipped_steps"):
         rows.append(("skipped", f"{skipped:,} steps, whose gradient was not finite"))
-    if run.state == "stopped":
-        several = run.config.nnodes > 1
-        command = f"multigpu-ft train {flags(run.config)}"
-        rows.append(("resume", "the same command on each node" if several else command))
+    if resume := ending["resume"]:
+        saved = run.dir.checkpoints()
+        what = saved[-1].name if saved else "nothing yet, so resuming repeats what was trained"
+        rows += [("saved", what), ("resume", resume)]
     return text_table(rows)
+
+
+def _ending(run: Run) -> dict[str, str | None]:
+    """Return why `run` failed or stopped, the log of the rank that failed, and the command that
+    resumes it."""
+    if run.state not in ("failed", "stopped"):
+        return dict.fromkeys(("why", "log", "resume"))
+    is_alone = run.config.nnodes == 1
+    return {
+        "why": _why_failed(run) if run.state == "failed" else _why_stopped(run),
+        "log": _failed_log(run) if run.state == "failed" else None,
+        "resume": terminal_command(run.next_config())
+        if is_alone
+        else "the same command on each node",
+    }
+
+
+_LONGEST_WHY = 8  # lines
+
+
+def _why_failed(run: Run) -> str:
+    "Return the cause without its traceback or the end of a log, which are in the log."
+    said = re.split(r"\n+Traceback of rank|\.? The end of its log", str(run.failure))[0]
+    lines = said.strip().splitlines()
+    more = [f"[{len(lines) - _LONGEST_WHY} more lines in the log]"]
+    return "\n".join(lines[:_LONGEST_WHY] + (more if len(lines) > _LONGEST_WHY else []))
+
+
+def _why_stopped(run: Run) -> str:
+    if message := run.status.get("message"):
+        return message
+    if run.dir.was_interrupted():
+        return "a signal told it to stop, as a cluster sends it that needs the machine"
+    if run.dir.stop_requested():
+        return "it was asked to stop: by Stop, an interrupt or run.stop()"
+    said = [remark for remark in run.status.get("remarks", []) if "it stops and saves" in remark]
+    if said:
+        return said[-1]
+    hours = f" by max_hours={run.config.max_hours:g}" if run.config.max_hours else ""
+    return f"its time was over{hours or ', as the session ends'}"
+
+
+def _failed_log(run: Run) -> str:
+    "Return the path of the log of the rank that failed, or of the folder with all logs."
+    rank = (run.status.get("failure") or {}).get("rank")
+    log = run.dir.log_file("agent" if rank is None else rank)
+    return str(log if log.exists() else log.parent)
 
 
 def _loss_rows(run: Run) -> list[tuple[str, str]]:
@@ -161,7 +233,8 @@ def _result_rows(run: Run) -> list[tuple[str, str]]:
     if uploaded := status.get("pushed_to"):
         rows.append(("uploaded", uploaded))
     if missing := status.get("not_uploaded"):
-        rows.append(("missing", f"{', '.join(missing)}; to upload: multigpu-ft sync {path}"))
+        command = f"multigpu-ft sync {shlex.quote(str(path))}"
+        rows.append(("missing", f"{', '.join(missing)}; to upload: {command}"))
     return rows
 
 
@@ -185,7 +258,7 @@ def _slices(arguments: list[str], as_json: bool) -> dict[str, Any]:
 
 # %% ../nbs/04_cli.ipynb #d652de87
 def _presets(arguments: list[str], as_json: bool) -> dict[str, Any]:
-    tyro.cli(_no_options, args=arguments, prog="multigpu-ft presets")
+    _parse("presets", _no_options, arguments)
     if not as_json:
         for name in PRESETS:
             print(f"{name:16} needs {PRESET_NEEDS[name]}")
@@ -195,22 +268,22 @@ def _presets(arguments: list[str], as_json: bool) -> dict[str, Any]:
 
 
 def _no_options() -> None:
-    "List the presets."
+    "Take no flags."
 
 
 def _find_runs(run_root: str | None = None, last: bool = False) -> Runs:
-    """List the runs under a folder, oldest first.
+    """Return the runs under a folder, oldest first.
 
     Args:
         run_root: folder that holds the run directories; empty: the default
-        last: describe only the newest run, in more detail
+        last: describe only the newest run: its results, or why it failed or stopped
     """
     found = runs(run_root)
     return Runs(found[-1:]) if last else found
 
 
 def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
-    found = tyro.cli(_find_runs, args=arguments, prog="multigpu-ft runs")
+    found = _parse("runs", _find_runs, arguments)
     if not as_json:
         print(describe(found[0]) if "--last" in arguments and found else found)
     newest = [{"loss": None, **(run.dir.recent_metrics(1) or [{}])[-1]} for run in found]
@@ -220,6 +293,7 @@ def _runs(arguments: list[str], as_json: bool) -> list[dict[str, Any]]:
             "state": run.state,
             "step": run.status.get("step", 0),
             "loss": last["loss"],
+            **_ending(run),
         }
         for run, last in zip(found, newest, strict=True)
     ]
@@ -251,7 +325,7 @@ def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
 def _evaluate(arguments: list[str], as_json: bool) -> dict[str, Any]:
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--run", *arguments]
-    evaluation = tyro.cli(_in_words(evaluate), args=arguments, prog="multigpu-ft evaluate")
+    evaluation = _parse("evaluate", _in_words(evaluate), arguments)
     if not as_json:
         print(evaluation)
     return {
@@ -261,14 +335,14 @@ def _evaluate(arguments: list[str], as_json: bool) -> dict[str, Any]:
 
 # %% ../nbs/04_cli.ipynb #45068c05
 def _generate(arguments: list[str], as_json: bool) -> dict[str, Any]:
-    answers = tyro.cli(_in_words(generate), args=arguments, prog="multigpu-ft generate")
+    answers = _parse("generate", _in_words(generate), arguments)
     if not as_json:
         print(answers)
     return {"run": str(answers.run.dir.path), "state": answers.state, **answers.about}
 
 # %% ../nbs/04_cli.ipynb #cc9ecd90
 def _which_run(run: tyro.conf.Positional[str]) -> str:
-    """Upload what a run couldn't upload while it trained.
+    """Return the run.
 
     Args:
         run: the run's directory
@@ -277,7 +351,7 @@ def _which_run(run: tyro.conf.Positional[str]) -> str:
 
 
 def _sync(arguments: list[str], as_json: bool) -> dict[str, Any]:
-    result = sync(tyro.cli(_which_run, args=arguments, prog="multigpu-ft sync"))
+    result = sync(_parse("sync", _which_run, arguments))
     if not as_json and (url := result.get("hub", {}).get("pushed_to")):
         print(f"uploaded  {url}")
     if not as_json and "wandb" in result:
@@ -286,7 +360,7 @@ def _sync(arguments: list[str], as_json: bool) -> dict[str, Any]:
 
 # %% ../nbs/04_cli.ipynb #def69a63
 def _doctor(arguments: list[str], as_json: bool) -> dict[str, Any]:
-    checkup = tyro.cli(doctor, args=arguments, prog="multigpu-ft doctor")
+    checkup = _parse("doctor", doctor, arguments)
     if not as_json:
         print(checkup)
     return {"ok": checkup.ok, "rows": [vars(row) for row in checkup.rows]}
@@ -297,6 +371,11 @@ _TARGETS = {
     "kubernetes": deploy_kubernetes,
     "sagemaker": deploy_sagemaker,
     "skypilot": deploy_skypilot,
+}
+_TARGET_SUMMARIES = {
+    "kubernetes": "Write the manifests of a run in a cluster; --submit sends them.",
+    "sagemaker": "Make a training job for Amazon SageMaker; --submit sends it.",
+    "skypilot": "Make a managed job for SkyPilot, in any cloud; --submit launches it.",
 }
 
 
@@ -322,35 +401,70 @@ def _read_config(path: str | Path) -> RunConfig:
 
 
 def _with_config(function: Callable[..., Any]) -> Callable[..., Any]:
-    "Return `function` with a file's name in the place of its first parameter, a configuration."
+    "Return `function` with a file or a preset in place of its first parameter, a configuration."
 
-    def called(config: str | Path, **values: Any) -> Any:
-        return function(_read_config(config), **values)
+    def called(config: str | None, preset: str | None, **values: Any) -> Any:
+        if config is None and preset is None:
+            raise ConfigError(
+                "the run's settings are missing: name a JSON file, such as a run's config.json,"
+                " with --config FILE, or a preset with --preset NAME."
+            )
+        return function(_starting_config(preset, config), **values)
 
+    only = inspect.Parameter.KEYWORD_ONLY
+    starts = [
+        inspect.Parameter(name, only, default=None, annotation=str | None)
+        for name in ("config", "preset")
+    ]
     _, *others = inspect.signature(function).parameters.values()
-    config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, annotation="str | Path")
-    called.__signature__ = inspect.Signature(
-        [config, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others)]
-    )
-    called.__doc__ = (function.__doc__ or "").replace("cfg: ", "config: JSON file with ", 1)
+    called.__signature__ = inspect.Signature([*starts, *(p.replace(kind=only) for p in others)])
+    texts = "    config: JSON file with the run's settings\n    preset: or a preset's name\n"
+    without = re.sub(r"(?m)^ *cfg: .*\n", "", inspect.getdoc(function) or "")
+    called.__doc__ = without.replace("Args:\n", f"Args:\n{texts}", 1)
     return called
 
 
 def _deploy(arguments: list[str], as_json: bool) -> dict[str, Any]:
     target = arguments[0] if arguments else ""
     if target in ("-h", "--help"):
-        print(f"usage: multigpu-ft deploy {{{','.join(_TARGETS)}}} [--help] [--json] ...")
+        print(_listing("deploy TARGET", _SUMMARIES["deploy"], _TARGET_SUMMARIES))
         return {}
     if target not in _TARGETS:
-        raise ConfigError(f"unknown deploy target {target!r}; use one of: {', '.join(_TARGETS)}.")
-    deployed = tyro.cli(
-        _in_words(_with_config(_TARGETS[target])),
-        args=arguments[1:],
-        prog=f"multigpu-ft deploy {target}",
-    )
+        raise ConfigError(
+            f"unknown deploy target {target!r}{did_you_mean(target, _TARGETS)};"
+            f" use one of: {', '.join(_TARGETS)}."
+        )
+    function = _in_words(_with_config(_TARGETS[target]))
+    summary = _TARGET_SUMMARIES[target]
+    deployed = _parse(f"deploy {target}", function, arguments[1:], summary=summary)
     if not as_json:
         print(deployed)
     return deployed.record()
+
+# %% ../nbs/04_cli.ipynb #81cd1fed
+def _copy(
+    name: tyro.conf.Positional[Literal["train", "slices", "evaluate", "generate", "guides"]],
+    out: str | None = None,
+    force: bool = False,
+) -> tuple[str, Path]:
+    """Return the name and the path of the copy.
+
+    Args:
+        name: a recipe to run under papermill or in Jupyter, or all guides
+        out: where to, a folder for the guides; empty: the same name in the current folder
+        force: overwrite what is there
+    """
+    return name, copy_notebook(name, out, force)
+
+
+def _notebook(arguments: list[str], as_json: bool) -> dict[str, Any]:
+    name, copy = _parse("notebook", _copy, arguments)
+    commands = next_commands(name, copy)
+    if not as_json:
+        print(f"copied    {copy}")
+        print("\n".join(f"{'next' if i == 0 else '':9} {c}" for i, c in enumerate(commands)))
+        print(f"{'or':9} open it in Jupyter and run its cells")
+    return {"copied": str(copy), "next": commands}
 
 # %% ../nbs/04_cli.ipynb #8ffd10d1
 def _interrupt(number: int, frame: Any) -> None:
@@ -372,6 +486,14 @@ def _exit_code_of_job(error: Exception, node_rank: str | None) -> int:
     return STOPPED_EXIT_CODE if elsewhere else 1
 
 
+def _listing(what: str, summary: str, names: dict[str, str]) -> str:
+    "Return the help of a command that takes one of `names`, each with its line."
+    lines = [f"  {name:{max(map(len, names))}}  {line}" for name, line in names.items()]
+    usage = f"usage: multigpu-ft {what} [--help] [--json] ..."
+    more = f"multigpu-ft {what} --help lists its flags; with --json it prints one JSON object."
+    return "\n".join([usage, "", summary, "", *lines, "", more])
+
+
 _VERBS = {
     "train": _train,
     "estimate": _estimate,
@@ -383,6 +505,7 @@ _VERBS = {
     "presets": _presets,
     "doctor": _doctor,
     "deploy": _deploy,
+    "notebook": _notebook,
 }
 
 
@@ -390,11 +513,21 @@ def main() -> None:
     "Entry point of `multigpu-ft`."
     arguments = sys.argv[1:]
     verb = arguments[0] if arguments else "--help"
+    if {"-h", "--help"} & {*arguments, verb}:
+        # into head, say, which may end first
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if verb in ("-h", "--help"):
-        print(f"usage: multigpu-ft {{{','.join(_VERBS)}}} [--help] [--json] ...")
+        print(_listing("VERB", "Fine-tune Hugging Face models on several GPUs.", _SUMMARIES))
+        print("multigpu-ft --version prints the version.")
+        return
+    if verb == "--version":
+        print(f"multigpu-ft {multigpu_ft.__version__}")
         return
     if verb not in _VERBS:
-        sys.exit(f"multigpu-ft: unknown verb {verb!r}; use one of: {', '.join(_VERBS)}.")
+        near = did_you_mean(verb, _VERBS)
+        known = ", ".join(_VERBS)
+        print(f"multigpu-ft: unknown verb {verb!r}{near}; use one of: {known}.", file=sys.stderr)
+        sys.exit(2)
     as_json = "--json" in arguments
     as_job = "--as-job" in arguments
     signal.signal(signal.SIGTERM, _interrupt)

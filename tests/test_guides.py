@@ -132,7 +132,7 @@ def test_a_guide_is_short_and_has_its_pictures(guide):
 @pytest.mark.timeout(900)
 def test_the_kaggle_kernels_train_and_evaluate(folder):
     shown = run(KAGGLE / "train" / "train.ipynb", folder, {"preset": "tiny", "end_idx": 120})
-    assert "-p start_idx 120" in shown
+    assert "start_idx=120" in shown
     shown = run(
         KAGGLE / "evaluate" / "evaluate.ipynb",
         folder,

@@ -8,6 +8,7 @@ __all__ = ['Manifest', 'BAD_SETTINGS_EXIT_CODE', 'Manifests', 'deploy_kubernetes
 # %% ../../nbs/deploy/05_kubernetes.ipynb #27d4e1ec
 import json
 import re
+import shlex
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -388,12 +389,15 @@ def _file_name(number: int, manifest: Manifest, run: str) -> str:
 
 
 def _facts(
-    run: str, namespace: str, cluster: str | None, pod: dict[str, Any]
+    run: str, namespace: str, cluster: str | None, files: list[Path], pod: dict[str, Any]
 ) -> list[tuple[str, str]]:
     "Return what the user should see first, as pairs of a name and a text."
     container = pod["spec"]["containers"][0]
     limits = container["resources"]["limits"].items()
-    sent = "not sent; kubectl apply -f FOLDER, or submit=True, sends it"
+    sent = "not sent; out='k8s' (--out k8s) writes its files, submit=True (--submit) sends it"
+    if files:
+        folder = shlex.quote(str(files[0].parent))
+        sent = f"not sent; kubectl apply -f {folder} sends it, or submit=True (--submit)"
     if cluster:
         sent = f"sent to {cluster}"
     return [
@@ -453,7 +457,7 @@ class Manifests:
         }
 
     def _facts(self) -> list[tuple[str, str]]:
-        return _facts(self.name, self.namespace, self.cluster, self.pod)
+        return _facts(self.name, self.namespace, self.cluster, self.files, self.pod)
 
     def __repr__(self) -> str:
         facts = [f"{name:9} {value}" for name, value in self._facts()]

@@ -28,8 +28,8 @@ def _connect() -> Any:
     except ImportError:
         raise ConfigError(
             "submit=True needs the package kubernetes, which is not installed: "
-            "pip install 'multigpu_ft[kubernetes]'. Or render to a folder, and "
-            "kubectl apply -f FOLDER."
+            "pip install 'multigpu_ft[kubernetes]'. Or write the files with "
+            "out='k8s' (--out k8s), and kubectl apply -f k8s."
         ) from None
     found = client.Configuration()
     try:

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from ..launcher.commands import shipped
 from ..run.errors import ConfigError, did_you_mean
 from ..run.secrets import SECRETS, hide_secrets, refuse_secrets
 
@@ -213,7 +214,7 @@ def _read_yaml(path: str | Path) -> dict[Any, Any]:
     except OSError as error:
         raise ConfigError(
             f"resources={name} cannot be read: {error.strerror}. Name a YAML file; "
-            "nbs/examples/resources.yaml is one."
+            f"{shipped('examples/resources.yaml')} is one."
         ) from None
     except yaml.YAMLError as error:
         # the error's own text would quote the line

@@ -208,7 +208,11 @@ def model_card(run_dir: str | Path | RunDir) -> str:
     parts += ["## Settings", _table(["setting", "value"], settings)]
     if status.get("export"):
         parts += ["## Load", _loading(cfg, repo, base, on_hub)]
-    again = f'launch(RunConfig(model="{base}", dataset="{data}", resume_file="hub:{repo}", start_idx=...))'
+    following = (status.get("slice") or (0, cfg.start_idx))[1]
+    again = (
+        f'launch(RunConfig(model="{base}", dataset="{data}", resume_file="hub:{repo}", '
+        f"start_idx={following}))"
+    )
     parts += [
         "## Continue training",
         "The folder `checkpoints/` holds checkpoints (safetensors and JSON) "

@@ -21,6 +21,7 @@ import hashlib
 import json
 import re
 import select
+import shlex
 import subprocess
 import time
 from collections.abc import Callable
@@ -448,7 +449,8 @@ def _outcome(run: RunDir) -> tuple[dict[str, Any], list[str]]:
         return {"pushed_to": record["url"], "not_uploaded": []}, []
     why = f" ({record['error']})" if record["error"] else ""
     missing = f"not uploaded to {record['repo']}: {', '.join(left)}{why}"
-    return {"not_uploaded": left}, [f"{missing}. To upload it: multigpu-ft sync {run.path}"]
+    sync = f"sync(run), in a terminal multigpu-ft sync {shlex.quote(str(run.path))}"
+    return {"not_uploaded": left}, [f"{missing}. To upload it: {sync}"]
 
 # %% ../../nbs/hub/04_upload.ipynb #5b1fe019
 # Longest wait while nothing moves.

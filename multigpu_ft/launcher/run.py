@@ -6,7 +6,6 @@
 __all__ = ['Terminated', 'Run']
 
 # %% ../../nbs/launcher/09_run.ipynb #54a0cfa4
-import shlex
 import socket
 import subprocess
 import threading
@@ -27,7 +26,7 @@ from multigpu_ft.display.panel import (
     react_to_widgets,
 )
 from ..display.plots import can_be_drawn, figures_as_png, loss_figure, save_png
-from .commands import changed_settings, recipe
+from .commands import train_command
 from .outputs import copy_to_kept
 from .restarts import attempt_of
 from ..run.config import RunConfig
@@ -35,7 +34,7 @@ from ..run.errors import ConfigError, briefly
 from ..run.failures import end_of_log, ending, failure_of, find_log, tail
 from ..run.numbers import age
 from ..run.processes import is_alive, is_stopped, processes_of
-from ..run.run_dir import BY_SIGNAL, FINAL_STATES, FINISHED_STATES, LIVE_STATES, RunDir
+from ..run.run_dir import BY_SIGNAL, FINAL_STATES, LIVE_STATES, RunDir
 
 # %% ../../nbs/launcher/09_run.ipynb #43813b6b
 # Ranks end within 10 s of an interrupt, unless a step is longer or a checkpoint is being written.
@@ -137,12 +136,10 @@ class _Processes:
 
 # %% ../../nbs/launcher/09_run.ipynb #0119a2dc
 _OF_ONE_SLICE = (
-    "start_idx",
     "end_idx",
     "run_name",
     "resume_file",
     "resume_scope",
-    "slice_size",
     "initial_epoch",
     "max_steps",
 )
@@ -155,22 +152,19 @@ def _last_row(cfg: RunConfig, status: dict[str, Any]) -> int:
     return status["num_rows"]
 
 
-def _next_slice(cfg: RunConfig, status: dict[str, Any], is_done: bool) -> str | None:
-    "Return the papermill command that continues a run with this `status`, or None at the end."
+def _following_slice(cfg: RunConfig, status: dict[str, Any]) -> RunConfig | None:
+    "Return the settings for the slice after that of a run with this `status`; None at the end."
     start, end = status.get("slice", (0, None))
-    if end is None:
+    if end is None or end >= _last_row(cfg, status):
         return None
-    last = _last_row(cfg, status)
-    if end >= last and is_done:
-        return None
-    changed = {k: v for k, v in changed_settings(cfg).items() if k not in _OF_ONE_SLICE}
-    if end - start != RunConfig().slice_size and end < last:
-        changed["slice_size"] = end - start
-    first = end if is_done else start
-    words = []
-    for name, value in {"start_idx": first, **changed}.items():
-        words += ["-p", name, "none" if value is None else str(value)]
-    return shlex.join(["papermill", str(recipe()), f"slice-{first}.ipynb", *words])
+    usual = {name: RunConfig.model_fields[name].default for name in _OF_ONE_SLICE}
+    return cfg.replace(**{**usual, "start_idx": end, "slice_size": end - start})
+
+
+def _same_slice(cfg: RunConfig, has_checkpoint: bool) -> RunConfig:
+    "Return the settings that train what is left of a slice."
+    resume = {"resume_file": "auto", "resume_scope": "all"} if has_checkpoint else {}
+    return cfg.replace(max_steps=None, **resume)
 
 # %% ../../nbs/launcher/09_run.ipynb #6ba68da4
 def _gone(run_dir: RunDir, status: dict[str, Any]) -> str:
@@ -286,11 +280,20 @@ class _RunInfo:
         laid_over = [(other.name, other.metrics, _before(other.status)) for other in others]
         return loss_figure(self.metrics, self.name, _before(self.status), laid_over)
 
-    def next_slice(self) -> str | None:
-        """Return the papermill command that trains the next slice, or None at the end of the data.
+    def next_config(self) -> RunConfig | None:
+        """Return the settings of the next slice, for `launch`, or None at the end of the data.
 
-        For a stopped run, it is the command for the rest of its slice."""
-        return _next_slice(self.config, self.status, self.state in FINISHED_STATES)
+        For a stopped or failed run, they are those for the rest of its slice."""
+        if self.state in (*LIVE_STATES, "stopped", "failed"):
+            return _same_slice(self.config, bool(self.dir.checkpoints()))
+        return _following_slice(self.config, self.status)
+
+    def next_slice(self) -> str | None:
+        """Return the command that launches `next_config()` in a terminal, or None at the end.
+
+        It is papermill's if the recipe train.ipynb is in this folder or in nbs."""
+        cfg = self.next_config()
+        return cfg and train_command(cfg)
 
 # %% ../../nbs/launcher/09_run.ipynb #f13b4400
 def _save_picture(run: _RunInfo) -> Path | None:

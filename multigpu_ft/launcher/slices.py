@@ -7,6 +7,7 @@ __all__ = ['merged_metrics', 'Slices', 'run_slices']
 
 # %% ../../nbs/launcher/12_slices.ipynb #3377daa2
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from multigpu_ft.display.plots import (
 )
 from ..display.tables import text_table
 from .api import runs
-from .commands import changed_settings, recipe
+from .commands import changed_settings, papermill_words, recipe
 from .run import Run
 from ..run.config import RunConfig, refuse_other_than_config
 from ..run.errors import ConfigError, DataError
@@ -301,15 +302,10 @@ def run_slices(cfg: RunConfig) -> Slices:
 
     Shows progress and returns the series. `max_hours` is for all of them together. An interrupt
     lets the current slice save and ends the series there; the same call resumes it. Raises
-    `ConfigError` if the recipe is not found or the series is already running, `DataError` as
+    `ConfigError` if the series is already running, `DataError` as
     `Slices` does, and the error of a slice that fails."""
     refuse_other_than_config(cfg, "run_slices")
     slices, begun = Slices(cfg), time.monotonic()
-    if not recipe().exists():
-        raise ConfigError(
-            f"the recipe {recipe().name} is neither here, in {Path.cwd()}, "
-            "nor in its folder nbs; get it from the project's nbs/train.ipynb."
-        )
     slices.folder.mkdir(parents=True, exist_ok=True)
     _settle(slices)
     for start, end in slices.bounds:
@@ -345,19 +341,15 @@ def _settle(slices: Slices) -> None:
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{live[0].name} is still {live[0].state}: the series is being run already. "
-                f"Stop it with Run({str(live[0].dir.path)!r}).stop()."
+                f"Stop it with Run({str(live[0].dir.path)!r}).stop(), in a terminal with "
+                f"touch {shlex.quote(str(live[0].dir.path / 'stop'))}."
             )
         time.sleep(0.2)
 
 # %% ../../nbs/launcher/12_slices.ipynb #5c2c9a08
 def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
     "Run one slice under papermill. Returns whether it was interrupted."
-    values = {k: "none" if v is None else v for k, v in changed_settings(settings).items()}
-    words = [
-        word
-        for k, v in values.items()
-        for word in ("-r" if isinstance(v, str) else "-p", k, str(v))
-    ]
+    words = papermill_words(changed_settings(settings))
     log, begun = notebook.with_suffix(".log"), time.time()
 
     def started() -> list[Run]:

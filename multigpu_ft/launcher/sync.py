@@ -6,6 +6,7 @@
 __all__ = ['sync']
 
 # %% ../../nbs/launcher/11_sync.ipynb #131083b2
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def sync(run: Run | str | Path) -> dict[str, Any]:
     if run.state in LIVE_STATES:
         raise ConfigError(
             f"{run.name} is {run.state} and uploads by itself; wait until it ends, "
-            f"or stop it with Run({str(run.dir.path)!r}).stop()."
+            f"or stop it with Run({str(run.dir.path)!r}).stop(), in a terminal with "
+            f"touch {shlex.quote(str(run.dir.path / 'stop'))}."
         )
     use_secrets()
     done, errors = {}, []

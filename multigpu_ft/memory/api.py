@@ -590,7 +590,8 @@ def plan_memory(cfg: RunConfig, force: bool = False) -> tuple[dict[str, Any], li
                 "",
             )
             raise ConfigError(
-                f"{found.line}{nearest} launch(cfg, force=True) or memory_check='warn' starts it all the same."
+                f"{found.line}{nearest} launch(cfg, force=True), in a "
+                "terminal --force, or memory_check='warn' starts it all the same."
             )
     plan = {
         "gpu": machine.gpu.name,

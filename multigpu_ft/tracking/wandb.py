@@ -9,6 +9,7 @@ __all__ = ['FINISH_S', 'tracked_settings', 'logged_steps', 'shortened', 'Wandb',
 import netrc
 import os
 import queue
+import shlex
 import struct
 import subprocess
 import sys
@@ -292,7 +293,7 @@ class Wandb:
     ) -> None:
         self._line = _Line(run_dir, line, config, roots)
         self._has, self._earlier = step, earlier
-        self._sync = f"multigpu-ft sync {run_dir.path}"
+        self._sync = f"multigpu-ft sync {shlex.quote(str(run_dir.path))}"
         self._remedy = f"metrics.jsonl is complete; to upload it: {self._sync}"
         self._todo: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._exit_code = 0

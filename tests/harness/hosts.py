@@ -206,7 +206,7 @@ class Hosts:
         command = [
             BIN / "multigpu-ft",
             "train",
-            *shlex.split(flags(cfg, leave=())),
+            *shlex.split(flags(cfg)),
             "--node-rank",
             host,
             "--rdzv",

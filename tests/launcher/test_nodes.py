@@ -346,7 +346,7 @@ def test_texts_that_differ_between_machines(net, material, tmp_path):
     theirs = tmp_path / "theirs.jsonl"
     theirs.write_text(mine.read_text().replace("w1", "w2"))
     leader = net.train(0, cfgs[0])
-    train = f"{BIN / 'multigpu-ft'} train {flags(cfgs[1], leave=())}"
+    train = f"{BIN / 'multigpu-ft'} train {flags(cfgs[1])}"
     command = f"mount --bind {theirs} {mine} && exec {train} --node-rank 1 --rdzv {net.rdzv()}"
     codes, texts = hosts.wait([leader, net.start(1, "unshare", "--mount", "sh", "-c", command)], 90)
     assert codes == [1, 1]
@@ -430,7 +430,7 @@ def test_restarts_on_one_machine(material, server, tmp_path):
     )
     calm = server.finish(cfg.replace(run_name="calm", max_restarts=0))
     process = subprocess.Popen(
-        [BIN / "multigpu-ft", "train", *shlex.split(flags(cfg, leave=()))],
+        [BIN / "multigpu-ft", "train", *shlex.split(flags(cfg))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
