@@ -30,6 +30,7 @@ from multigpu_ft.display.panel import (
 from ..display.plots import figures_as_png, loss_figure, save_png
 from .commands import changed_settings, recipe
 from .outputs import copy_to_kept
+from ..run.answering import Answer, Answering
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
 from ..run.failures import ending, failure_of, tail
@@ -412,6 +413,7 @@ class Run(_RunInfo):
     def __init__(self, path: str | Path | RunDir, _agent: subprocess.Popen | None = None) -> None:
         super().__init__(path, _agent)
         self._viewer = _Viewer(self, self._processes)
+        self._answering = Answering(self.dir)
 
     @classmethod
     def attach(cls, path: str | Path, panel: bool | None = None) -> "Run":
@@ -483,3 +485,40 @@ class Run(_RunInfo):
     def kill(self) -> None:
         "End all processes of the run at once, without saving."
         self._processes.kill()
+
+    def ask(
+        self,
+        question: str,
+        *,
+        base: bool = False,
+        max_new_tokens: int = 256,
+        temperature: float | None = None,
+        seed: int = 0,
+    ) -> Answer:
+        """Answer `question` with the run's export or newest checkpoint, or with the `base` model.
+
+        The text appears as it is generated: a chat model answers, others continue the text, and a
+        classifier names a label. Each question stands alone. `temperature` None samples if the
+        model's generation config does, and else takes the likeliest token, as 0 does. The first
+        question loads the model into a process, which later ones find there. An interrupt ends the
+        answer. Raises `CheckpointError` if the run has no model yet, `ConfigError`, `DataError` or
+        `ModelError` if it can't answer."""
+        line, shown = LiveLine(), []
+
+        def show(text: str) -> None:
+            shown.append(text)
+            print(text, end="", flush=True)
+
+        try:
+            return self._answering.ask(
+                question,
+                base,
+                show,
+                lambda words: line.show(lambda: f"ask: {words}", final=True),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+            )
+        finally:
+            if shown:
+                print()
