@@ -119,7 +119,7 @@ def _answers_html(records: list[dict[str, Any]]) -> str:
     "Return records as a table of questions, answers and rewards."
     if not records:
         return ""
-    style = "max-width:26rem;max-height:9em;overflow:auto;white-space:pre-wrap"
+    style = "margin-bottom:6px;max-width:26rem;max-height:9em;overflow:auto;white-space:pre-wrap"
 
     def cell(text: str) -> Html:
         shown = escape(text[:_LONGEST])

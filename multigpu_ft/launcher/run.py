@@ -6,6 +6,7 @@
 __all__ = ['Terminated', 'Run']
 
 # %% ../../nbs/launcher/09_run.ipynb #54a0cfa4
+import re
 import shlex
 import socket
 import subprocess
@@ -507,7 +508,12 @@ class Run(_RunInfo):
 
         def show(text: str) -> None:
             shown.append(text)
-            print(text, end="", flush=True)
+            # a model may write escape sequences, and a terminal would obey them
+            print(
+                re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", text),
+                end="",
+                flush=True,
+            )
 
         try:
             return self._answering.ask(
