@@ -526,7 +526,7 @@ _CSV = {"target": "evaluation_rows.csv", "forgetting": "evaluation_forgetting_ro
 def _picture_file(name: str) -> str:
     return f"evaluation_{name}.png"
 
-
+# %% ../../nbs/evaluation/06_report.ipynb #81a6a551
 class Evaluation:
     "The results of an evaluation, which a notebook shows as a page."
 

@@ -80,7 +80,7 @@ _CAPACITY_STEP = 256  # tokens; a trial decides how each capacity is decoded
 class _Interrupted(Exception):
     pass
 
-
+# %% ../../nbs/generation/12_asking.ipynb #ed8041f1
 class _Writer:
     "A model in memory that writes answers."
 

@@ -84,7 +84,7 @@ def _kill(process: "subprocess.Popen[str]") -> None:
     process.kill()
     process.wait()
 
-
+# %% ../../nbs/run/09_answering.ipynb #d5f5f13e
 class Answering:
     "Asks the process that holds the model of the run in `run_dir`."
 
@@ -185,7 +185,7 @@ class Answering:
             self._errors.close()
             _at_work.discard(self)
 
-
+# %% ../../nbs/run/09_answering.ipynb #690e1316
 def _error_of(message: dict[str, Any]) -> Exception:
     kind = getattr(errors, message["error"], None)
     return kind(message["why"]) if kind else RunFailed(message["why"])
