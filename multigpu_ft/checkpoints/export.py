@@ -8,10 +8,12 @@ __all__ = ['CHECK_FILE', 'export_model', 'load_export', 'read_check', 'confirm_e
 # %% ../../nbs/checkpoints/05_export.ipynb #a3edc385
 import copy
 import json
+import logging
 import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from .manifest import read_progress, without_folder
 from ..data.batches import collate
@@ -245,32 +248,64 @@ def load_export(
     check = read_check(folder)
     if not check:
         raise CheckpointError(f"{folder} is not an export: it has no readable {CHECK_FILE}.")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     dtype = getattr(torch, check["dtype"])
-    labelled = check["task"] == "classification"
-    if (folder / "adapter_config.json").exists():
-        from peft import PeftConfig, PeftModel
-
-        described = PeftConfig.from_pretrained(str(folder))
-        own = folder / _OWN_BASE  # the recorded path may belong to another machine
-        cfg = RunConfig(
-            model=str(own) if own.is_dir() else described.base_model_name_or_path,
-            revision=described.revision,
-            task=check["task"],
-            attn_implementation=check["attn_implementation"],
-            max_length=2,
-        )
-        base = load_model(
-            cfg, tokenizer, check["label_names"], dtype, check["quantization"], device
-        )
-        model = PeftModel.from_pretrained(base, str(folder))
-    else:
-        model = model_class(RunConfig(task=check["task"])).from_pretrained(folder, dtype=dtype)
+    with _quietly():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if (folder / "adapter_config.json").exists():
+            model = _load_adapter(folder, check, tokenizer, dtype, device)
+        else:
+            model = model_class(RunConfig(task=check["task"])).from_pretrained(folder, dtype=dtype)
     model = to_evaluation_mode(model if packed_layers(model) else model.to(device))
-    confirm_export(
-        folder, check, ClassifierLoss(model) if labelled else LossModel(model), model, dtype, device
-    )
+    core = ClassifierLoss(model) if check["task"] == "classification" else LossModel(model)
+    confirm_export(folder, check, core, model, dtype, device)
     return model, tokenizer
+
+
+def _load_adapter(
+    folder: Path,
+    check: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> nn.Module:
+    "Return the adapter in `folder` on its base model."
+    from peft import PeftConfig, PeftModel
+
+    described = PeftConfig.from_pretrained(str(folder))
+    own = folder / _OWN_BASE  # the recorded path may belong to another machine
+    cfg = RunConfig(
+        model=str(own) if own.is_dir() else described.base_model_name_or_path,
+        revision=described.revision,
+        task=check["task"],
+        attn_implementation=check["attn_implementation"],
+        max_length=2,
+        seed=check.get("seed", 0),  # of what neither the base nor the adapter has: BERT's pooler
+    )
+    base = load_model(cfg, tokenizer, check["label_names"], dtype, check["quantization"], device)
+    return PeftModel.from_pretrained(base, str(folder))
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    "Turn off the load reports of transformers, its progress bars, and warnings for developers."
+    verbosity = transformers_logging.get_verbosity()
+    packing = logging.getLogger("bitsandbytes")  # on a CPU it asks for a package when imported
+    level = packing.level
+    # the Hub's own bars stay: a download takes minutes
+    bars = transformers_logging.set_tqdm_hook(
+        lambda bar, words, options: bar(*words, **{**options, "disable": True})
+    )
+    try:
+        transformers_logging.set_verbosity_error()
+        packing.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.simplefilter("ignore", category)
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.set_tqdm_hook(bars)
+        packing.setLevel(level)
 
 
 def read_check(folder: Path) -> dict[str, Any]:

@@ -42,11 +42,14 @@ class Scores:
     losses: dict[str, np.ndarray]  # model: float64[n], summed loss of each example in nats
     labels: np.ndarray | None = None  # int64[n]
     predicted: dict[str, np.ndarray] = field(default_factory=dict)  # model: int64[n]
+    examples: list[dict[str, str]] | None = None  # what to read of each: text, or question, answer
 
     def __post_init__(self) -> None:
         arrays = {"lengths": self.lengths, "targets": self.targets, **self.losses, **self.predicted}
         if self.labels is not None:
             arrays["labels"] = self.labels
+        if self.examples is not None:
+            arrays["examples"] = np.empty(len(self.examples))
         shapes = {name: np.shape(array) for name, array in arrays.items()}
         wrong = {name: shape for name, shape in shapes.items() if shape != np.shape(self.rows)}
         if wrong:

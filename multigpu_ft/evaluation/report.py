@@ -13,6 +13,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from html import escape
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..display.plots import png_bytes
-from ..display.tables import html_table, text_table
+from ..display.tables import Html, html_table, text_table
 from multigpu_ft.evaluation.comparison import (
     BETTER,
     NO_DIFFERENCE,
@@ -126,9 +127,11 @@ def _record(
     )
 
 # %% ../../nbs/evaluation/06_report.ipynb #ceec9bd4
-def _most_changed(comparison: Comparison, count: int) -> list[dict[str, Any]]:
+def _most_changed(
+    comparison: Comparison, count: int, label_names: list[str] | None = None
+) -> list[dict[str, Any]]:
     "Return the `count` examples whose loss fell most, then the `count` whose loss rose most."
-    if len(comparison.names) < 2:
+    if len(comparison.names) < 2 or count < 1:
         return []
     first, last = comparison.names[0], comparison.names[-1]
     changes, targets = comparison.change(), comparison.targets
@@ -143,7 +146,36 @@ def _most_changed(comparison: Comparison, count: int) -> list[dict[str, Any]]:
         "newest": comparison.losses[last] / targets,
         "change": changes,
     }
-    return [{name: column[i].item() for name, column in columns.items()} for i in chosen]
+    return [
+        {
+            **{name: column[i].item() for name, column in columns.items()},
+            **_labels_of(comparison, int(i), label_names),
+            **_example(comparison, int(i)),
+        }
+        for i in chosen
+    ]
+
+
+def _example(comparison: Comparison, number: int) -> dict[str, str]:
+    "Return what to read of the kept example `number`; nothing if the scores come without texts."
+    examples = comparison.scores.examples
+    return {} if examples is None else examples[np.flatnonzero(comparison.kept)[number]]
+
+
+def _labels_of(
+    comparison: Comparison, number: int, label_names: list[str] | None
+) -> dict[str, str]:
+    "Return the label of the kept example `number`, and what the base and the newest model predict."
+    scored = comparison.scores
+    if scored.labels is None or not scored.predicted:
+        return {}
+    found = {
+        "label": scored.labels,
+        "predicted_base": scored.predicted[comparison.names[0]],
+        "predicted_newest": scored.predicted[comparison.names[-1]],
+    }
+    numbers = {name: int(values[comparison.kept][number]) for name, values in found.items()}
+    return {name: label_names[n] if label_names else str(n) for name, n in numbers.items()}
 
 # %% ../../nbs/evaluation/06_report.ipynb #bb43b755
 def _csv(comparison: Comparison) -> bytes:
@@ -227,6 +259,64 @@ def _perplexity(loss: ConfidenceInterval | None) -> str:
         return f"{value:,.2f}"
     return f"{value:,.0f}" if value < 1e7 else f"{value:.2e}"
 
+# %% ../../nbs/evaluation/06_report.ipynb #85a12d9a
+_SHORT = 60  # characters of a text in a terminal
+
+
+def _short(text: str, length: int = _SHORT) -> str:
+    "Return `text` in one line of at most `length` characters."
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[: length - 3].rstrip()}..."
+
+
+def _marked(predicted: str, label: str) -> str:
+    "Return a predicted label with a mark that says if it is right."
+    return f"{predicted} {'✓' if predicted == label else '✗'}"
+
+
+_HEADS = {
+    "row": "row",
+    "label": "label",
+    "predicted_base": "predicted before",
+    "predicted_newest": "predicted after",
+    "base": "loss before",
+    "newest": "loss after",
+    "change": "change",
+    "text": "text",
+    "text_pair": "second text",
+    "question": "question",
+    "answer": "reference answer",
+}
+
+
+def _example_cells(
+    rows: list[dict[str, Any]], shown: Callable[[str], str]
+) -> tuple[list[str], list[list[str]]]:
+    "Return the heads and the cells of a table of examples, their texts as `shown` has them."
+    names = [name for name in _HEADS if name in rows[0]]
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        if name in ("base", "newest"):
+            return f"{row[name]:.3f}"
+        if name.startswith("predicted"):
+            return _clean(_marked(row[name], row["label"]))
+        if name in ("text", "text_pair", "question", "answer"):
+            return shown(row[name])
+        if name == "change":
+            return f"{row[name]:+.3f}"
+        return f"{row[name]:,}" if name == "row" else _clean(row[name])
+
+    return [_HEADS[name] for name in names], [[cell(row, name) for name in names] for row in rows]
+
+
+def _both_ways(rows: list[dict[str, Any]], unit: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    "Return titles and rows: the examples that improved and those that got worse, the most first."
+    fell = [row for row in rows if row["change"] < 0]
+    rose = [row for row in rows[::-1] if not row["change"] < 0]
+    title = f"(loss in nats per {unit})"
+    named = [(f"Most improved {title}", fell), (f"Most worsened {title}", rose)]
+    return [(name, found) for name, found in named if found]
+
 # %% ../../nbs/evaluation/06_report.ipynb #096b8d52
 def _about(comparison: Comparison) -> str:
     about = _set_record(comparison)
@@ -237,14 +327,17 @@ def _about(comparison: Comparison) -> str:
     return f"{said}, {about['targets']:,} of them predicted"
 
 
-def _text(compared: Compared) -> str:
-    "Return verdicts, tables and remarks for a terminal."
+def _text(compared: Compared, most_changed: list[dict[str, Any]]) -> str:
+    "Return verdicts, tables, examples and remarks for a terminal."
     lines = [compared.headline]
     if compared.forgetting_line:
         lines.append(compared.forgetting_line)
     for comparison in compared.sets.values():
         head, *rows = _cells(compared, comparison)
         lines += ["", _about(comparison), text_table(rows, head)]
+    for title, examples in _both_ways(most_changed, compared.target.unit):
+        head, rows = _example_cells(examples, _short)
+        lines += ["", title, text_table(rows, head)]
     if compared.remarks:
         lines += ["", *(f"- {remark}" for remark in compared.remarks)]
     return "\n".join(lines)
@@ -360,15 +453,25 @@ def _picture_html(name: str, png: bytes) -> str:
     return f'<p><img alt="{_ALT[name]}" style="{_IMAGE}" src="{source}"></p>'
 
 
-def _rows_html(rows: list[dict[str, Any]]) -> str:
+_ELLIPSIS = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
+
+
+def _hovered(text: str, rem: int) -> Html:
+    "Return what fits into `rem` of the beginning of `text`; all of it is shown under the mouse."
+    style, line = f"{_ELLIPSIS};max-width:{rem}rem", _html(_short(text, 200))
+    return Html(f'<span style="{style}" title="{_html(text)}">{line}</span>')
+
+
+def _rows_html(rows: list[dict[str, Any]], unit: str) -> str:
     if not rows:
         return ""
-    names = ["row", "targets", "base", "newest", "change"]
-    cells = [
-        [f"{row[n]:.3f}" if isinstance(row[n], float) else str(row[n]) for n in names]
-        for row in rows
-    ]
-    return _details("Examples whose loss changed most", [names, *cells])
+    parts = ["<h4>Examples whose loss changed most</h4>"]
+    rem = 15 if "answer" in rows[0] or "text_pair" in rows[0] else 28
+    for title, examples in _both_ways(rows, unit):
+        head, cells = _example_cells(examples, lambda text: _hovered(text, rem))
+        table = html_table(cells, head, wrap=False)
+        parts.append(f'<p style="margin:6px 0 2px">{title}</p>{table}')
+    return "".join(parts)
 
 
 def _remarks_html(remarks: list[str]) -> str:
@@ -395,7 +498,7 @@ def _body(
         *_verdicts_html(compared),
         *_tables_html(compared),
         *(_picture_html(name, png) for name, png in pictures.items()),
-        _rows_html(most_changed),
+        _rows_html(most_changed, compared.target.unit),
         _samples_html(measured.samples, first, last),
         _remarks_html(compared.remarks),
         _settings_html(_settings(measured)),
@@ -424,7 +527,7 @@ _CSV = {"target": "evaluation_rows.csv", "forgetting": "evaluation_forgetting_ro
 def _picture_file(name: str) -> str:
     return f"evaluation_{name}.png"
 
-
+# %% ../../nbs/evaluation/06_report.ipynb #81a6a551
 class Evaluation:
     "The results of an evaluation, which a notebook shows as a page."
 
@@ -455,8 +558,8 @@ class Evaluation:
 
     @property
     def text(self) -> str:
-        "Return verdicts, tables and remarks for a terminal."
-        return _text(self.compared)
+        "Return verdicts, tables, examples and remarks for a terminal."
+        return _text(self.compared, self.rows(3))
 
     def __str__(self) -> str:
         return _clean(self.text)
@@ -467,8 +570,10 @@ class Evaluation:
         """Return the `count` examples whose loss fell most, then the `count` whose loss rose most.
 
         Each has its `row` in the target dataset, its number of `targets`, and, in nats per token
-        (or text), the `base` loss, the `newest` loss and their `change`."""
-        return _most_changed(self.compared.target, count)
+        (or text), the `base` loss, the `newest` loss and their `change`; the beginning of its
+        `text`, or of `question` and `answer`; and of a labelled text the `label`, `predicted_base`
+        and `predicted_newest`."""
+        return _most_changed(self.compared.target, count, self.measured.label_names)
 
     def _repr_html_(self) -> str:
         return _body(self.compared, self.pictures, self.rows())

@@ -471,7 +471,25 @@ def _scores(material: _Material, found: dict[str, _Found], number: int) -> Score
         {name: one.losses[number] for name, one in found.items()},
         data.tokens.labels,
         {name: labels for name, labels in predicted.items() if labels is not None},
+        [_readable(example) for example in data.texts.texts],
     )
+
+
+_READABLE = 2000  # characters of an example that a report may show
+
+
+def _readable(example: str | tuple[str, str] | list[dict[str, Any]]) -> dict[str, str]:
+    """Return what a person reads of an example: `text` (and `text_pair`), or the `question` and the
+    `answer` of a conversation's last turn of the assistant."""
+    if isinstance(example, str):
+        parts = {"text": example}
+    elif isinstance(example, tuple):
+        parts = dict(zip(("text", "text_pair"), example, strict=True))
+    else:
+        last = max(n for n, message in enumerate(example) if message["role"] == "assistant")
+        question = example[last - 1]["content"] if last else ""
+        parts = {"question": question, "answer": example[last]["content"]}
+    return {name: text[:_READABLE] for name, text in parts.items()}
 
 
 def _samples(material: _Material, found: dict[str, _Found]) -> list[dict[str, Any]]:

@@ -12,13 +12,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..data.sources import count_rows
 from ..display.panel import say
-from ..display.tables import html_table
+from ..display.tables import Html, html_table
 from .completions import GenerationJob, load_reward
 from multigpu_ft.generation.fine_tuned import (
     FineTuned,
@@ -75,13 +76,60 @@ class Answers(Sequence[dict[str, Any]]):
         return self._records
 
     def __repr__(self) -> str:
-        return "\n".join(f"{name:8}  {text}" for name, text in self._lines())
+        lines = [f"{name:8}  {text}" for name, text in self._lines()]
+        for record in _few(self):
+            head, *others = _told(record)
+            lines += ["", *(f"{name:8}  {_one_line(text)}" for name, text in (head, *others))]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return html_table(self._lines())
+        return html_table(self._lines()) + _answers_html(_few(self))
 
     def _lines(self) -> list[tuple[str, str]]:
         return _summary(self.about, self.run.status) if self.about else [("state", self.state)]
+
+# %% ../../nbs/generation/11_api.ipynb #e7918519
+_SHOWN, _LINE, _LONGEST = 3, 100, 2000  # answers, characters in a terminal and in a notebook
+
+
+def _told(record: dict[str, Any]) -> list[tuple[str, str]]:
+    "Return the question, the answer and, if it has one, the reward of a record."
+    *before, last = record["messages"]
+    told = [("question", before[-1]["content"] if before else ""), ("answer", last["content"])]
+    if record.get("reward") is not None:
+        told.append(("reward", f"{record['reward']:.4g}"))
+    return told
+
+
+def _few(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    "Return three records, of different questions if there are as many."
+    first: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if len(first) < _SHOWN:
+            first.setdefault(json.dumps(record["messages"][:-1]), record)
+    others = [record for record in records[: 2 * _SHOWN] if record not in first.values()]
+    return [*first.values(), *others][:_SHOWN]
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LINE else f"{line[: _LINE - 3].rstrip()}..."
+
+
+def _answers_html(records: list[dict[str, Any]]) -> str:
+    "Return records as a table of questions, answers and rewards."
+    if not records:
+        return ""
+    style = "margin-bottom:6px;max-width:26rem;max-height:9em;overflow:auto;white-space:pre-wrap"
+
+    def cell(text: str) -> Html:
+        shown = escape(text[:_LONGEST])
+        return Html(f'<div style="{style};overflow-wrap:anywhere" title="{shown}">{shown}</div>')
+
+    told = [dict(_told(record)) for record in records]
+    names = list(dict.fromkeys(name for each in told for name in each))
+    rows = [[cell(each.get(name, "")) for name in names] for each in told]
+    return html_table(rows, names)
 
 
 def _summary(made: dict[str, Any], status: dict[str, Any]) -> list[tuple[str, str]]:
@@ -117,14 +165,6 @@ def _find_fine_tuned(
     if model is None:
         raise ConfigError("no model given: pass run, model, checkpoint or hf_repo.")
     return None
-
-
-def _tokenizer_folder(fine_tuned: FineTuned | None) -> str | None:
-    "Return an export's folder: its tokenizer has the chat template it was trained with."
-    if fine_tuned is None or fine_tuned.is_checkpoint:
-        return None
-    has_tokenizer = (fine_tuned.path / "tokenizer_config.json").exists()
-    return str(fine_tuned.path) if has_tokenizer else None
 
 # %% ../../nbs/generation/11_api.ipynb #568eac20
 _OLDEST_VLLM, _LARGEST_VLLM_RANK = "0.22", 512
@@ -242,7 +282,7 @@ def _make_job(
         output=str(output),
         val_output=str(val_output) if val_output else None,
         subject=str(fine_tuned.path) if fine_tuned else None,
-        tokenizer=_tokenizer_folder(fine_tuned),
+        tokenizer=fine_tuned.tokenizer_folder if fine_tuned else None,
         reward=reward,
     )
     return job, packed

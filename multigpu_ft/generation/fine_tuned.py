@@ -55,6 +55,13 @@ class FineTuned:
             return self.config.tuning != "full"
         return (self.path / "adapter_config.json").exists()
 
+    @property
+    def tokenizer_folder(self) -> str | None:
+        "An export's folder, if it has a tokenizer: that has the chat template of the training."
+        if self.is_checkpoint or not (self.path / "tokenizer_config.json").exists():
+            return None
+        return str(self.path)
+
 
 def of_the_model(cfg: RunConfig, **changes: Any) -> RunConfig:
     "Return a config with the fields of `cfg` that describe its model and data, and `changes`."

@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from ..run.answering import end_answering
 from ..run.environment import visible_gpus
 from ..run.errors import ConfigError, briefly
 from ..run.failures import RunFailed, end_of_log, ending, failure_of
@@ -85,7 +86,8 @@ def start_agent(
 ) -> subprocess.Popen:
     """Start torchrun's agent for a run or a call, or another `module`, in its own session.
 
-    An interrupt of the kernel does not reach it."""
+    An interrupt of the kernel does not reach it. What `run.ask` holds in memory is given back."""
+    end_answering()
     own, places = (
         str(Path(sys.modules["multigpu_ft"].__file__).parents[1]),
         os.environ.get("PYTHONPATH", ""),

@@ -14,6 +14,7 @@ from .api import runs
 from .commands import shipped
 from ..run.environment import default_run_root
 from ..run.errors import ConfigError
+from ..run.run_dir import FINISHED_STATES
 
 # %% ../../nbs/launcher/13_notebooks.ipynb #9f15c88f
 RECIPES = ("train", "slices", "evaluate", "generate")
@@ -91,7 +92,7 @@ def next_commands(name: str, copy: Path) -> list[str]:
     papermill = f"papermill {shlex.quote(str(copy))} {name}-out.ipynb"
     if name in _WITH:
         return [f"{papermill} {_WITH[name]}"]
-    done = [run.name for run in runs() if run.state == "done"]
+    done = [run.name for run in runs() if run.state in FINISHED_STATES]
     run = f"{default_run_root()}/{done[-1] if done else 'first'}"
     first = [] if done else ["multigpu-ft train --preset tiny --end-idx 1000 --run-name first"]
     if name == "generate" and not Path(_QUESTIONS).exists():

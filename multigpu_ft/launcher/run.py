@@ -6,6 +6,7 @@
 __all__ = ['Terminated', 'Run']
 
 # %% ../../nbs/launcher/09_run.ipynb #54a0cfa4
+import re
 import socket
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from ..checkpoints.discovery import asked_name
 from multigpu_ft.display.panel import (
     LiveLine,
     Panel,
@@ -29,6 +31,7 @@ from ..display.plots import can_be_drawn, figures_as_png, loss_figure, save_png
 from .commands import train_command
 from .outputs import copy_to_kept
 from .restarts import attempt_of
+from ..run.answering import Answer, Answering
 from ..run.config import RunConfig
 from ..run.errors import ConfigError, briefly
 from ..run.failures import end_of_log, ending, failure_of, find_log, tail
@@ -137,7 +140,6 @@ class _Processes:
 # %% ../../nbs/launcher/09_run.ipynb #0119a2dc
 _OF_ONE_SLICE = (
     "end_idx",
-    "run_name",
     "resume_file",
     "resume_scope",
     "initial_epoch",
@@ -163,7 +165,7 @@ def _following_slice(cfg: RunConfig, status: dict[str, Any]) -> RunConfig | None
 
 def _same_slice(cfg: RunConfig, has_checkpoint: bool) -> RunConfig:
     "Return the settings that train what is left of a slice."
-    resume = {"resume_file": "auto", "resume_scope": "all"} if has_checkpoint else {}
+    resume = {"resume_file": "auto"} if has_checkpoint else {}
     return cfg.replace(max_steps=None, **resume)
 
 # %% ../../nbs/launcher/09_run.ipynb #6ba68da4
@@ -284,9 +286,11 @@ class _RunInfo:
         """Return the settings of the next slice, for `launch`, or None at the end of the data.
 
         For a stopped or failed run, they are those for the rest of its slice."""
+        # the name that was asked for is that of the series; the directory's may have a number
+        cfg = self.config.replace(run_name=asked_name(self.dir))
         if self.state in (*LIVE_STATES, "stopped", "failed"):
-            return _same_slice(self.config, bool(self.dir.checkpoints()))
-        return _following_slice(self.config, self.status)
+            return _same_slice(cfg, bool(self.dir.checkpoints()))
+        return _following_slice(cfg, self.status)
 
     def next_slice(self) -> str | None:
         """Return the command that launches `next_config()` in a terminal, or None at the end.
@@ -444,6 +448,7 @@ class Run(_RunInfo):
     def __init__(self, path: str | Path | RunDir, _agent: subprocess.Popen | None = None) -> None:
         super().__init__(path, _agent)
         self._viewer = _Viewer(self, self._processes)
+        self._answering = Answering(self.dir)
 
     @classmethod
     def attach(cls, path: str | Path, panel: bool | None = None) -> "Run":
@@ -515,3 +520,45 @@ class Run(_RunInfo):
     def kill(self) -> None:
         "End all processes of the run at once, without saving."
         self._processes.kill()
+
+    def ask(
+        self,
+        question: str,
+        *,
+        base: bool = False,
+        max_new_tokens: int = 256,
+        temperature: float | None = None,
+        seed: int = 0,
+    ) -> Answer:
+        """Answer `question` with the run's export or newest checkpoint, or with the `base` model.
+
+        The text appears as it is generated: a chat model answers, others continue the text, and a
+        classifier names a label. Each question stands alone. `temperature` None samples if the
+        model's generation config does, and else takes the likeliest token, as 0 does. The first
+        question loads the model into a process, which later ones find there. An interrupt ends the
+        answer. Raises `CheckpointError` if the run has no model yet, `ConfigError`, `DataError` or
+        `ModelError` if it can't answer."""
+        line, shown = LiveLine(), []
+
+        def show(text: str) -> None:
+            shown.append(text)
+            # a model may write escape sequences, and a terminal would obey them
+            print(
+                re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", text),
+                end="",
+                flush=True,
+            )
+
+        try:
+            return self._answering.ask(
+                question,
+                base,
+                show,
+                lambda words: line.show(lambda: f"ask: {words}", final=True),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+            )
+        finally:
+            if shown:
+                print()

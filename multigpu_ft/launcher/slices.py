@@ -240,7 +240,7 @@ class Slices:
         if all(self.is_done(*slice) for slice in self.bounds):
             return "done"
         runs = self.runs()
-        return runs[-1].state if runs and runs[-1].state != "done" else "to do"
+        return runs[-1].state if runs and runs[-1].state not in FINISHED_STATES else "to do"
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row per slice.

@@ -15,7 +15,15 @@ from harness.notebooks import outputs, papermill
 from harness.runs import NBS
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from multigpu_ft import CheckpointError, ConfigError, DataError, RunConfig, evaluate, load_export
+from multigpu_ft import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Evaluation,
+    RunConfig,
+    evaluate,
+    load_export,
+)
 from multigpu_ft.data.tokenization import tokenize_chats
 from multigpu_ft.evaluation.plan import Plan, held_out_rows, named_rows
 from multigpu_ft.evaluation.scoring import score
@@ -172,6 +180,39 @@ def test_losses_are_those_of_plain_transformers(trained, kind, alone):
             "classification head" in measured.about["remarks"][0]
             and measured.target.targets.tolist() == [1] * HELD_OUT
         )
+
+
+@pytest.mark.parametrize("kind", ["full", "labels", "chat"])
+def test_the_examples_that_changed_most_can_be_read(trained, kind, alone, tmp_path):
+    found = Evaluation(score(plan(trained[kind])), tmp_path)
+    record = found.save()
+    page, text = (tmp_path / "evaluation.html").read_text(), str(found)
+    told = {row["row"]: row for row in record["most_changed"]}
+    assert (
+        told
+        and len(told) == len(record["most_changed"])
+        and record["most_changed"][0]["change"] == min(row["change"] for row in told.values())
+    )
+    for number, row in enumerate(rows_of(trained[kind].config()), TRAINED):
+        if number not in told:
+            continue
+        if kind == "chat":
+            shown = {"question": row["messages"][0]["content"]}
+            shown["answer"] = row["messages"][1]["content"]
+        else:
+            shown = {"text": row["text"]}
+        if kind == "labels":
+            shown["label"] = str(row["label"])
+            names, scored = found.measured.label_names, found.measured.target
+            at = scored.rows.tolist().index(number)
+            for side, model in (("base", "base"), ("newest", found.compared.target.names[-1])):
+                shown[f"predicted_{side}"] = names[scored.predicted[model][at]]
+        assert {name: told[number][name] for name in shown} == shown
+        assert f'title="{shown.get("text") or shown["question"]}"' in page, "whole, on hover"
+    best = record["most_changed"][0]
+    words = (best.get("text") or best["question"]).split()
+    assert f"{best['base']:.3f}" in text and " ".join(words[:3]) in text
+    assert "Most improved" in text and "Most improved" in page
 
 
 def test_several_checkpoints_and_the_export(trained, alone):

@@ -2,6 +2,8 @@
 errors for the others."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -110,6 +112,56 @@ def test_half_precision_trains_an_adapter_of_fp32(models, tuned, run_root):
                 } <= {torch.float32}
         load_export(runs[1].status()["export"])
         load_export(runs[1].status()["merged"])
+
+
+LOADS = """
+import sys, warnings
+warnings.simplefilter("always", UserWarning)
+from multigpu_ft import load_export
+for folder in sys.argv[1:]:
+    load_export(folder)
+"""
+
+
+def test_load_export_says_nothing_if_all_is_well(models, tuned, run_root):
+    "The base of a classifier's adapter has no head, which transformers reports in red."
+    folders = []
+    for architecture, tuning in (
+        ("opt", "full"),
+        ("opt", "lora"),
+        ("qwen3", "lora8bit"),
+        ("bert", "qlora"),
+        ("bert", "lora"),
+        ("distilbert", "full"),
+        ("distilbert", "lora"),
+    ):
+        root = run_root / architecture / tuning
+        run = tuned.finish(
+            adapters.config(models, root, architecture, tuning, "single", max_steps=1)
+        )
+        folders += [run.status()[name] for name in ("export", "merged") if name in run.status()]
+    assert len(folders) == 12
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOADS, *folders], capture_output=True, text=True, timeout=120
+    )
+    assert (loaded.returncode, loaded.stdout, loaded.stderr) == (0, "", "")
+
+
+def test_load_export_leaves_the_reports_of_others_as_they_were(
+    models, tuned, run_root, capfd, caplog
+):
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    run = tuned.finish(
+        adapters.config(models, run_root, "distilbert", "lora", "single", max_steps=1)
+    )
+    verbosity = logging.get_verbosity()
+    load_export(run.status()["export"])
+    assert logging.get_verbosity() == verbosity
+    assert capfd.readouterr() == ("", "") and not caplog.text
+    AutoModelForSequenceClassification.from_pretrained(models / "distilbert")
+    assert "MISSING" in caplog.text and "Loading weights" in capfd.readouterr().err
 
 
 def test_the_remarks_tell_what_is_trained(models, tuned, run_root):
