@@ -1,4 +1,5 @@
 import json
+import re
 
 from harness.runs import multigpu_ft
 
@@ -53,3 +54,15 @@ def test_help_is_made_from_the_fields(tmp_path):
         and "--node-rank N" in shown.stdout
     )
     assert "opt-1.3b-arxiv" in multigpu_ft("presets", cwd=tmp_path).stdout
+
+
+def test_help_lists_flags_by_group(tmp_path):
+    groups = {
+        "train": "run model data training parallelism memory checkpoint tracking",
+        "generate": "model questions answers files processes",
+        "evaluate": "models rows forgetting computing samples report",
+    }
+    for verb, names in groups.items():
+        shown = multigpu_ft(verb, "--help", cwd=tmp_path).stdout
+        assert re.findall(r"╭─ (\w+) options ─", shown) == names.split()
+    assert shown.index("rows options") < shown.index("--start-idx") < shown.index("forgetting opt")
