@@ -29,33 +29,20 @@ class Notebook(File):
         return True
 
 
-class Settings(griffe.Extension):
-    """Shows the default and the help of RunConfig's settings, which are written `_field(default, group, help, ...)`."""
-
-    def on_attribute_instance(self, *, attr, **kwargs):
-        if str(attr.value).startswith("_field("):
-            default, _, text = ast.parse(str(attr.value), mode="eval").body.args
-            attr.value = ast.unparse(default)
-            parts = getattr(text, "values", [text])  # an f-string has several
-            text = "".join(
-                part.value if isinstance(part, ast.Constant) else "..." for part in parts
-            )
-            attr.docstring = griffe.Docstring(text, parent=attr)
-
-
 class ParameterHelp(griffe.Extension):
-    """Adds the help texts in `@documented(GROUP, ...)` to a function's docstring, as the decorator does."""
+    """Adds the help texts in `@documented(group=TEXTS, ...)` to a function's docstring, as the decorator does."""
 
     def on_function_instance(self, *, func, **kwargs):
         for decorator in func.decorators:
             call = ast.parse(str(decorator.value), mode="eval").body
             if not isinstance(call, ast.Call) or ast.unparse(call.func) != "documented":
                 continue
-            texts = {}
-            for group in call.args:
-                texts |= ast.literal_eval(str(func.parent[group.id].value))
-            lines = [f"    {p.name}: {texts[p.name]}" for p in func.parameters]
-            func.docstring.value += "\n".join(["", "", "Args:", *lines])
+            for group in call.keywords:
+                texts = ast.literal_eval(str(func.parent[group.value.id].value))
+                lines = [f"    {name}: {text}" for name, text in texts.items()]
+                func.docstring.value += "\n".join(
+                    ["", "", f"Args: {group.arg.capitalize()}", *lines]
+                )
 
 
 def notebooks():
@@ -96,6 +83,43 @@ def paths(entries):
         yield from [entry] if isinstance(entry, str) else paths(sum(entry.values(), []))
 
 
+def settings(config):
+    """Return {group: {name: (annotation, default, help)}} of RunConfig, from `_field(default, group, help, ...)`."""
+    found = {}
+    for base in reversed(config.resolved_bases):
+        for parent in [*reversed(base.mro()), base]:
+            for name, field in parent.attributes.items():
+                if str(field.value).startswith("_field("):
+                    default, group, text = ast.parse(str(field.value), mode="eval").body.args
+                    parts = getattr(text, "values", [text])  # an f-string has several
+                    help = "".join(p.value if isinstance(p, ast.Constant) else "..." for p in parts)
+                    if isinstance(default, ast.Name):
+                        default = ast.parse(str(config.module[default.id].value), mode="eval").body
+                    setting = str(field.annotation), ast.unparse(default), help
+                    found.setdefault(group.value, {})[name] = setting
+    return found
+
+
+def settings_page(config):
+    """Return a table for each group of RunConfig's settings."""
+    lines = []
+    for group, fields in settings(config).items():
+        lines += [
+            f"## Settings: {group}",
+            "",
+            "| setting | values | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        for name, (annotation, default, text) in fields.items():
+            values = re.sub(r"Annotated\[(\w+), .*?\]", r"\1", annotation)
+            values = re.sub(r"Literal\[([^]]*)\]", r"\1", values).replace(", ", "`, `")
+            values = " or ".join(f"`{value.strip()}`" for value in values.split(" | "))
+            link = f'<span id="{config.path}.{name}">`{name}`</span>'
+            lines.append(f"| {link} | {values} | `{default}` | {text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def api_pages():
     """Return {path: Markdown} of the API: an overview, then a page for each module with public names."""
     package = griffe.load("multigpu_ft", search_paths=[REPO], allow_inspection=False)
@@ -115,6 +139,15 @@ def api_pages():
                 f"| [`{name}`]({home}.md#multigpu_ft.{home}.{name}) | {summary} |\n"
             )
             page += f"\n::: multigpu_ft.{home}.{name}\n    options:\n      heading_level: {level}\n"
+            if name == "RunConfig":
+                config = package[f"{home}.{name}"]
+                fields = {field for group in settings(config).values() for field in group}
+                others = [
+                    m
+                    for m in config.all_members
+                    if m not in {*fields, "model_config"} and m[0] != "_"
+                ]
+                page += f"      members: {others}\n\n{settings_page(config)}"
         pages[f"api/{home}.md"] = page
     return pages
 

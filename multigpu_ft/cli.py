@@ -13,8 +13,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import field, make_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -39,6 +40,47 @@ from .run.failures import RunFailed
 from .run.numbers import FIRST_STEP_LOSS, change, held_out_changes, loss_unit, score
 from .run.run_dir import STOPPED_EXIT_CODE
 from .run.secrets import refuse_secrets
+
+# %% ../nbs/04_cli.ipynb #42a9ca42
+def _in_groups(
+    function: Callable[..., Any], groups: dict[str, dict[str, tuple[Any, Any, str]]]
+) -> Callable[..., Any]:
+    """Return `function` with a parameter for each group, so that `--help` lists its flags by group.
+
+    `groups` has the type, the default and the help of each flag, by group and name."""
+
+    def called(**parts: Any) -> Any:
+        return function(
+            **{name: value for part in parts.values() for name, value in vars(part).items()}
+        )
+
+    annotations = {}
+    for group, of_group in groups.items():
+        fields = [
+            (name, Annotated[kind, tyro.conf.arg(help=text)], field(default=default))
+            if default is not inspect.Parameter.empty
+            else (name, Annotated[kind, tyro.conf.arg(help=text)])
+            for name, (kind, default, text) in of_group.items()
+        ]
+        part = make_dataclass(group, fields, kw_only=True)
+        part.__doc__ = ""
+        annotations[group] = tyro.conf.OmitArgPrefixes[part]
+    parameters = [
+        inspect.Parameter(group, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
+        for group, annotation in annotations.items()
+    ]
+    called.__signature__, called.__annotations__ = inspect.Signature(parameters), annotations
+    called.__doc__ = (inspect.getdoc(function) or "").split("\n\n")[0]
+    return called
+
+
+def _config_flags(default: RunConfig) -> Callable[..., RunConfig]:
+    "Return `RunConfig` with the settings of `default`, in groups."
+    groups: dict[str, dict[str, tuple[Any, Any, str]]] = {}
+    for name, about in RunConfig.model_fields.items():
+        flag = about.annotation, getattr(default, name), about.description
+        groups.setdefault(about.json_schema_extra["group"], {})[name] = flag
+    return _in_groups(RunConfig, groups)
 
 # %% ../nbs/04_cli.ipynb #58fab431
 _SUMMARIES = {
@@ -97,7 +139,7 @@ def parse_config(arguments: list[str], verb: str = "train") -> RunConfig:
     if model := _take(list(arguments), "--model"):
         # the default learning rate depends on the model, and tyro passes on that of `default`
         default = default.replace(model=model)
-    return _parse(verb, RunConfig, arguments, default=default)
+    return _parse(verb, _config_flags(default), arguments)
 
 
 def _starting_config(preset: str | None, file: str | None) -> RunConfig:
@@ -317,6 +359,12 @@ def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     parameters = [plain(p) for p in inspect.signature(function).parameters.values()]
+    if groups := vars(function).get("parameter_groups"):
+        flag = {p.name: (p.annotation, p.default) for p in parameters}
+        texts = {
+            group: {n: (*flag[n], text) for n, text in of.items()} for group, of in groups.items()
+        }
+        return _in_groups(function, texts)
     called.__signature__, called.__doc__ = inspect.Signature(parameters), function.__doc__
     called.__annotations__ = {p.name: p.annotation for p in parameters}
     return called

@@ -150,3 +150,15 @@ def test_every_end_has_its_reason(status, why, tmp_path):
     assert f"why       {why.splitlines()[0]}" in shown or why in shown
     assert "the last line" not in shown and "Traceback" not in shown
     assert shown.endswith(f"resume    multigpu-ft train --run-root {tmp_path} --run-name mine")
+
+
+def test_help_lists_flags_by_group(tmp_path):
+    groups = {
+        "train": "run model data training parallelism memory checkpoint tracking",
+        "generate": "model questions answers files processes",
+        "evaluate": "models rows forgetting computing samples report",
+    }
+    for verb, names in groups.items():
+        shown = multigpu_ft(verb, "--help", cwd=tmp_path).stdout
+        assert re.findall(r"╭─ (\w+) options ─", shown) == names.split()
+    assert shown.index("rows options") < shown.index("--start-idx") < shown.index("forgetting opt")

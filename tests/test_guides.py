@@ -1,20 +1,24 @@
 """The guides and the Kaggle kernels, each run from top to bottom in its own kernel, with smaller settings."""
 
+import ast
 import json
+import os
 import re
 import shutil
+import socket
 
 import pytest
+from harness.guides import check
 from harness.hub import Hub, environment
 from harness.notebooks import outputs, papermill
-from harness.runs import NBS, REPO, processes, slow
+from harness.runs import BIN, NBS, REPO, processes, slow
 
 FOLDER = NBS / "guides"
 GUIDES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 KAGGLE = REPO / "kaggle"
 SMALLER = {  # papermill parameters
     "slices": {"end_idx": 600, "hf_repo": "jane/slices"},
-    "chat": {"num_train": 200, "num_epochs": 1, "eval_every": 2, "presets": "qwen3-lora-chat"},
+    "chat": {"num_train": 200, "num_epochs": 1, "eval_every": 2},
     "sst2": {"num_epochs": 1},
     "evaluation": {"slice_size": 120, "held_out_end": 9050},
     "loop": {
@@ -28,7 +32,7 @@ SMALLER = {  # papermill parameters
         "num_epochs_again": 1,
     },
 }
-SLOW = ("chat", "evaluation", "machines", "strategies")
+SLOW = ("chat", "evaluation", "strategies")
 
 
 def read(notebook):
@@ -51,24 +55,44 @@ def run(notebook, folder, parameters=(), env=None):
     return outputs(folder / "out.ipynb")
 
 
+def run_guide(guide, folder, env=None):
+    "Run a guide in its smaller size, with its check as one more cell at the end."
+    notebook = json.loads((FOLDER / f"{guide}.ipynb").read_text())
+    cell = {"cell_type": "code", "execution_count": None, "id": "check", "metadata": {}}
+    notebook["cells"].append({**cell, "outputs": [], "source": check(guide)})
+    (folder / f"{guide}.ipynb").write_text(json.dumps(notebook))
+    # a terminal finds multigpu-ft, as in an activated environment
+    path = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    return run(folder / f"{guide}.ipynb", folder, SMALLER.get(guide, {}), {**path, **(env or {})})
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "guide",
     [
         slow(guide) if guide in SLOW else guide
         for guide in GUIDES
-        if guide not in ("slices", "loop")
+        if guide not in ("slices", "loop", "machines")
     ],
 )
 def test_a_guide_runs_from_top_to_bottom(guide, folder):
-    run(FOLDER / f"{guide}.ipynb", folder, SMALLER.get(guide, {}))
+    run_guide(guide, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_machines_find_each_other(folder, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setitem(SMALLER, "machines", {"port": free.getsockname()[1]})
+    run_guide("machines", folder)
 
 
 @pytest.mark.timeout(900)
 def test_slices_over_days_and_through_the_hub(folder, tmp_path):
     hub = Hub(tmp_path / "hub")
     try:
-        shown = run(FOLDER / "slices.ipynb", folder, SMALLER["slices"], environment(hub))
+        shown = run_guide("slices", folder, environment(hub))
     finally:
         hub.close()
     assert (
@@ -94,7 +118,7 @@ def test_a_model_learns_to_add_and_then_from_its_own_additions(folder):
         for a, b in sums
     ]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = run(FOLDER / "loop.ipynb", folder, SMALLER["loop"])
+    shown = run_guide("loop", folder)
     before, after = map(
         float,
         re.search(
@@ -104,28 +128,85 @@ def test_a_model_learns_to_add_and_then_from_its_own_additions(folder):
     assert min(before, after) > 0, (before, after)
 
 
+def code(cells):
+    "Yield the syntax tree of each code cell, without those of magics."
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not source.startswith("%%"):
+            yield ast.parse(source)
+
+
 @pytest.mark.parametrize("guide", GUIDES)
 def test_a_guide_is_short_and_has_its_pictures(guide):
     cells = read(FOLDER / f"{guide}.ipynb")
-    assert len(cells) < 15 and len(GUIDES) >= 8
+    assert len(cells) < 30 and len(GUIDES) >= 8
+    longest = max(len(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert longest <= 25, "one idea a cell"
+    assert (FOLDER / f"{guide}.ipynb").stat().st_size < 300_000
     shown = [
         data
         for cell in cells
         for output in cell.get("outputs", [])
         for data in [output.get("data", {})]
     ]
-    # kept for guides that take too long to run for every change
-    kept = REPO / "bench" / "results" / f"guide_{guide}.ipynb"
-    if kept.exists():
-        shown += [
-            output.get("data", {}) for cell in read(kept) for output in cell.get("outputs", [])
-        ]
     assert guide == "kubernetes" or any(
         "image/png" in data or "<svg" in str(data) or "data:image" in str(data) for data in shown
     )
-    assert all(cell.get("outputs") is not None for cell in cells if cell["cell_type"] == "code")
+    assert not any("application/vnd.jupyter.widget-view+json" in data for data in shown), (
+        "a widget is an error in a notebook that is opened again"
+    )
     for link in re.findall(r"\]\(([\w./-]+)\)", "".join("".join(cell["source"]) for cell in cells)):
         assert (FOLDER / link).exists(), link
+
+
+def shows(source):
+    "Return whether a cell ends in a value, prints, or starts a run."
+    if source.startswith("%%"):
+        return True
+    body = ast.parse(source).body
+    calls = [n.value for n in body if isinstance(n, (ast.Assign, ast.Expr))]
+    called = {ast.unparse(call.func) for call in calls if isinstance(call, ast.Call)}
+    ends_in_a_value = isinstance(body[-1], ast.Expr) and not source.rstrip().endswith(";")
+    return ends_in_a_value or bool(called & {"launch", "generate", "print"})
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_guide_has_its_outputs(guide):
+    for cell in read(FOLDER / f"{guide}.ipynb"):
+        if cell["cell_type"] == "code" and shows(source := "".join(cell["source"])):
+            assert cell["outputs"], f"not executed:\n{source}"
+            assert all(output["output_type"] != "error" for output in cell["outputs"]), source
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_cells_of_a_guide_are_what_a_user_writes(guide):
+    for tree in code(read(FOLDER / f"{guide}.ipynb")):
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.Assert), "asserts are in tests/harness/guides.py"
+            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("multigpu_ft"):
+                assert node.module == "multigpu_ft", "an inner module"
+            if isinstance(node, ast.Import):
+                assert not {"sys", "os", "tempfile", "socket"} & set(names), names
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_guide_begins_with_what_it_gives_and_ends_with_the_next(guide):
+    prose = [
+        "".join(cell["source"])
+        for cell in read(FOLDER / f"{guide}.ipynb")
+        if cell["cell_type"] == "markdown"
+    ]
+    assert re.search(r"^\*\*At the end you have\*\* ", prose[0], re.M)
+    assert re.search(r"^\*\*It takes\*\* .*(minute|second)", prose[0], re.M)
+    assert "**Next:** " in prose[-1]
+    told = [
+        text
+        for text in prose
+        if re.search(r"\bslices?\b", re.sub(r"\[[^\]]*\]\([^)]*\)", "", text))
+    ]
+    if told:
+        assert "> A *slice* is " in told[0], "a slice is explained where it is first met"
 
 
 @pytest.mark.slow

@@ -202,7 +202,14 @@ _REPORT = {
 }
 
 # %% ../../nbs/evaluation/07_api.ipynb #35c1874f
-@documented(_MODELS, _ROWS, _FORGETTING, _COMPUTING, _SAMPLES, _REPORT)
+@documented(
+    models=_MODELS,
+    rows=_ROWS,
+    forgetting=_FORGETTING,
+    computing=_COMPUTING,
+    samples=_SAMPLES,
+    report=_REPORT,
+)
 def evaluate(
     run: Run | RunDir | Slices | Path | str | Sequence[Any] | None = None,
     *,

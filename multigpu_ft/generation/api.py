@@ -424,7 +424,9 @@ _PROCESSES = {
 }
 
 # %% ../../nbs/generation/11_api.ipynb #0829a610
-@documented(_MODEL, _QUESTIONS, _ANSWERS, _FILES, _PROCESSES)
+@documented(
+    model=_MODEL, questions=_QUESTIONS, answers=_ANSWERS, files=_FILES, processes=_PROCESSES
+)
 def generate(
     run: Run | RunDir | Path | str | None = None,
     *,

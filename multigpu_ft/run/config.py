@@ -5,7 +5,9 @@
 # %% ../../nbs/run/04_config.ipynb #0dec1fa5
 from __future__ import annotations
 
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -660,6 +662,20 @@ class RunConfig(
             del values["learning_rate"]
         return type(self)(**{**values, **changes})
 
+# %% ../../nbs/run/04_config.ipynb #e4eeee8a
+def _settings_help() -> str:
+    "Return all settings by group, each with its default and what it means."
+    groups: dict[str, list[str]] = {}
+    for name, field in RunConfig.model_fields.items():
+        line = f"    {name} = {field.default!r}: {field.description}"
+        wrapped = textwrap.fill(line, 100, subsequent_indent=" " * 8, break_on_hyphens=False)
+        groups.setdefault(field.json_schema_extra["group"], []).append(wrapped)
+    parts = ["\n".join([f"{group}:", *lines]) for group, lines in groups.items()]
+    return "\n\n".join([f"The settings, in {len(groups)} groups:", *parts])
+
+
+RunConfig.__doc__ = f"{inspect.getdoc(RunConfig)}\n\n{_settings_help()}"
+
 # %% ../../nbs/run/04_config.ipynb #26eca066
 def _conflicts(cfg: RunConfig) -> Iterator[str]:
     "Yield what contradicts itself in `cfg`, in the order in which it is reported."
@@ -841,7 +857,7 @@ def _explain(error: ValidationError) -> str:
         if e["type"] == "extra_forbidden":
             lines.append(
                 f"unknown parameter {name!r}{did_you_mean(name, RunConfig.model_fields)}; "
-                "`RunConfig.model_fields` lists the known ones."
+                "`help(RunConfig)` lists the known ones."
             )
         elif name not in RunConfig.model_fields:
             lines.append(f"{e.get('ctx', e).get('error', e['msg'])}.")

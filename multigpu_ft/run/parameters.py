@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def documented(*groups: dict[str, str]) -> Callable[[_Function], _Function]:
+def documented(**groups: dict[str, str]) -> Callable[[_Function], _Function]:
     """Return a decorator that adds the parameters' help texts to a function's docstring.
 
-    It raises `TypeError` unless there is exactly one text for each parameter."""
-    texts = [item for group in groups for item in group.items()]
-    explained = [name for name, _ in texts]
+    `groups` has a group's name and its texts. The function keeps them as `parameter_groups`, for
+    the command line. Raises `TypeError` unless there is exactly one text for each parameter."""
+    explained = [name for texts in groups.values() for name in texts]
 
     def document(function: _Function) -> _Function:
         names = list(inspect.signature(function).parameters)
@@ -28,8 +28,12 @@ def documented(*groups: dict[str, str]) -> Callable[[_Function], _Function]:
             raise TypeError(
                 f"{function.__name__} needs one help text for each parameter: see {', '.join(wrong)}."
             )
-        lines = [f"    {name}: {dict(texts)[name]}" for name in names]
-        function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Args:", *lines])
+        lines = [inspect.getdoc(function) or ""]
+        for group, texts in groups.items():
+            lines += ["", f"{group.capitalize()}:"]
+            lines += [f"    {name}: {text}" for name, text in texts.items()]
+        function.__doc__ = "\n".join(lines)
+        vars(function)["parameter_groups"] = groups
         return function
 
     return document
