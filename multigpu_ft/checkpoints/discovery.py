@@ -19,6 +19,7 @@ from .manifest import at_home, difference, discard, fingerprint
 from ..data.sources import count_rows
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError, ConfigError
+from ..run.numbers import span
 from ..run.experiment import differing_settings
 from ..run.processes import is_alive
 from multigpu_ft.run.run_dir import (
@@ -309,7 +310,7 @@ def _head(
     if not heads and strangers:
         stranger = max(strangers, key=lambda run: run.newest)
         raise ConfigError(
-            f"rows {rows[0]:,}-{rows[1]:,} follow those of {stranger.name}, which has other "
+            f"rows {span(*rows)} follow those of {stranger.name}, which has other "
             f"settings ({'; '.join(stranger.differ[:3])}). To continue it with these settings, use "
             f"resume_file={str(stranger.checkpoints[0])!r}; to start from the base model, "
             "resume_file='none'."

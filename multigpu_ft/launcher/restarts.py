@@ -97,7 +97,7 @@ class Attempts:
         clear_attempt(self._run_dir)
 
 # %% ../../nbs/launcher/03_restarts.ipynb #eae43e7b
-_OF_AN_ATTEMPT = ("loss_after", "eval_after", "kept", "resumed_revision")
+_OF_AN_ATTEMPT = ("loss_after", "eval_after", "kept", "total_steps")
 
 
 def attempt_of(status: dict[str, Any]) -> dict[str, Any]:

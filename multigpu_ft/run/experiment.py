@@ -10,6 +10,7 @@ from typing import Any
 
 from .config import RunConfig
 from .environment import visible_gpus
+from .numbers import span
 
 # %% ../../nbs/run/10_experiment.ipynb #fe17babe
 _LENGTH = {"num_epochs", "initial_epoch", "max_steps"}
@@ -71,14 +72,16 @@ def nothing_left(cfg: RunConfig, rows: tuple[int, int], num_rows: int, early: bo
 
     `rows` are its first row and the row after its last, of `num_rows`. `early` tells that patience
     has ended it."""
-    had, remedy = f"had their {cfg.num_epochs} epoch(s)", "num_epochs"
+    had, remedy = f"had their {cfg.num_epochs} epochs", "num_epochs"
+    if cfg.num_epochs == 1:
+        had = "had their epoch"
     if early:
         had, remedy = f"were trained until patience={cfg.patience} was over", "patience"
     elif cfg.max_steps:
         had, remedy = f"had their max_steps={cfg.max_steps} steps", "max_steps"
     following = f" The next slice begins at start_idx={rows[1]}." if rows[1] < num_rows else ""
     return (
-        f"nothing was left to train: rows {rows[0]:,}-{rows[1]:,} {had}. "
+        f"nothing was left to train: rows {span(*rows)} {had}. "
         f"Raise {remedy} to train them more, or choose another run_name to start over from the "
         f"base model.{following}"
     )
