@@ -197,7 +197,7 @@ class Estimate:
         self.host_gib = {moment: size / _GIB for moment, size in host.items()}
         self.tokens_per_second = fit.tokens_per_second
         packing = fit.found["packing"].replace("auto", "bucketed")  # with flash_attention_2
-        self.amounts = read_amounts(fit.cfg, packing, fit.gpus)
+        self.amounts = read_amounts(config, packing, fit.gpus)
         self.rows = self.amounts.rows
         most = self.rows * config.num_epochs * config.max_length
         if config.max_steps:
@@ -290,7 +290,7 @@ def _remarks(found: Estimate) -> list[str]:
 
 
 def _assumptions(found: Estimate) -> list[str]:
-    cfg, fit, amounts = found.decided, found.simulation, found.amounts
+    cfg, fit, amounts = found.config, found.simulation, found.amounts
     said = [
         f"every micro-batch is as large as it can be: {cfg.batch_size} rows of "
         f"{cfg.max_length:,} tokens, {fit.found['packing']}",

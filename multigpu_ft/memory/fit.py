@@ -461,10 +461,11 @@ def lighter(fit: Fit) -> list[dict[str, Any]]:
     cfg, batch = fit.cfg, fit.cfg.batch_size
     fewer = {"batch_size": 1, "accum_steps": cfg.accum_steps * batch}
     wide = cfg.lora_target_modules == "all-linear"
+    gathers_once = cfg.strategy == "fsdp" and fit.found["communication"] == "window"
     changes: list[tuple[bool, dict[str, Any]]] = [
         (batch > 1, fewer),
         (fit.found["every"] != 1, {"activation_checkpointing": "full"}),
-        (fit.found["communication"] == "window", {"communication": "micro_batch"}),
+        (gathers_once, {"communication": "micro_batch"}),
         (fit.gpus > 1 and cfg.strategy == "ddp", {"strategy": "fsdp"}),
         *((True, {"optimizer": name}) for name in _lighter_optimizers(cfg)),
         (cfg.max_length > 256, {"max_length": cfg.max_length // 2}),
