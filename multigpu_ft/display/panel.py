@@ -383,7 +383,8 @@ def _losses(cfg: RunConfig, status: dict[str, Any], facts: dict[str, tuple[str, 
     before, after = status.get("loss_before"), status.get("loss_after")
     if not rows and before is not None:
         value = score("loss", before) if after is None else change("loss", before, after)
-        rows.append((FIRST_STEP_LOSS, (value, loss_unit(cfg.task))))
+        moment = ", before that step" if after is None else ""
+        rows.append((FIRST_STEP_LOSS, (value, loss_unit(cfg.task) + moment)))
     loss, unit = facts.get(TRAINING_LOSS, ("", ""))
     last = "in the last step" if cfg.log_every == 1 else f"over the last {cfg.log_every:,} steps"
     return [*rows, (TRAINING_LOSS, (loss, f"{unit}, {last}"))]
@@ -466,7 +467,8 @@ def _tiles(facts: dict[str, tuple[str, str]]) -> str:
         f"<br>{value or ('' if name in _RARE else '–')}</div>"
         for name, (value, more) in facts.items()
     ]
-    style = f"display:grid;grid-template-columns:repeat(auto-fill,minmax(108px,1fr));gap:2px 12px;{_WIDTH}"
+    columns = "grid-template-columns:repeat(auto-fill,minmax(108px,1fr));gap:2px 12px"
+    style = f"display:grid;{columns};margin-bottom:6px;{_WIDTH}"
     return f'<div style="{style};font-variant-numeric:tabular-nums">{"".join(cells)}</div>'
 
 
