@@ -303,7 +303,7 @@ def _session_left(status: dict[str, Any], max_hours: float | None) -> list[str]:
 
 # %% ../../nbs/display/03_panel.ipynb #b040bb76
 # shown only once they are known; the panel keeps a place for them
-_RARE = ("skipped", "accepted", "reward")
+_RARE = ("accepted", "reward")
 
 
 def _facts(cfg: RunConfig, status: dict[str, Any], curve: Curve) -> dict[str, tuple[str, str]]:
@@ -385,7 +385,8 @@ def _losses(cfg: RunConfig, status: dict[str, Any], facts: dict[str, tuple[str, 
     before, after = status.get("loss_before"), status.get("loss_after")
     if not rows and before is not None:
         value = score("loss", before) if after is None else change("loss", before, after)
-        rows.append((FIRST_STEP_LOSS, (value, loss_unit(cfg.task))))
+        moment = ", before that step" if after is None else ""
+        rows.append((FIRST_STEP_LOSS, (value, loss_unit(cfg.task) + moment)))
     loss, unit = facts.get(TRAINING_LOSS, ("", ""))
     last = "in the last step" if cfg.log_every == 1 else f"over the last {cfg.log_every:,} steps"
     return [*rows, (TRAINING_LOSS, (loss, f"{unit}, {last}"))]
@@ -467,13 +468,18 @@ def _tiles(facts: dict[str, tuple[str, str]]) -> str:
         f'<span style="font-size:11px;opacity:0.75">{"" if name in _RARE and not value else name}</span>'
         f"<br>{value or ('' if name in _RARE else '–')}</div>"
         for name, (value, more) in facts.items()
+        if name != "skipped"  # it is told below the buttons
     ]
-    style = f"display:grid;grid-template-columns:repeat(auto-fill,minmax(108px,1fr));gap:2px 12px;{_WIDTH}"
+    columns = "grid-template-columns:repeat(auto-fill,minmax(122px,1fr));gap:2px 12px"
+    style = f"display:grid;{columns};margin-bottom:6px;{_WIDTH}"
     return f'<div style="{style};font-variant-numeric:tabular-nums">{"".join(cells)}</div>'
 
 
-def _remarks(status: dict[str, Any]) -> str:
-    lines = (f"<div>{escape(remark)}</div>" for remark in status.get("remarks", []))
+def _remarks(status: dict[str, Any], facts: dict[str, tuple[str, str]]) -> str:
+    "Return what is shown below the buttons, because it may grow."
+    skipped, why = facts.get("skipped", ("", ""))
+    remarks = [f"skipped {skipped}, {why}"] if skipped else []
+    lines = (f"<div>{escape(remark)}</div>" for remark in [*remarks, *status.get("remarks", [])])
     return f'<div style="{_WIDTH}">{"".join(lines)}</div>'
 
 
@@ -661,8 +667,9 @@ class Panel:
             _begin_curve(curve, status)
             self._draw_curve()
         set_if_new(self._bar, _progress(status, curve, run.config))
-        set_if_new(self._table, _tiles(_facts(run.config, status, curve)))
-        set_if_new(self._notes, _remarks(status))
+        facts = _facts(run.config, status, curve)
+        set_if_new(self._table, _tiles(facts))
+        set_if_new(self._notes, _remarks(status, facts))
         self._folds.draw()
         self._kill.draw()
 

@@ -486,7 +486,7 @@ class _CheckpointSettings(_Settings):
     keep_best: bool = _field(
         False,
         "checkpoint",
-        "save where the evaluation loss is lowest, keep that one beside the newest, and export it at the end",
+        "save where the held-out loss is lowest, keep that one beside the newest, and export it at the end",
     )
     hf_repo: str | None = _field(
         None,
@@ -621,7 +621,7 @@ class RunConfig(
 
     @property
     def chooses_best(self) -> bool:
-        "True if the checkpoint with the lowest evaluation loss is kept and exported."
+        "True if the checkpoint with the lowest held-out loss is kept and exported."
         return self.keep_best or self.patience is not None
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
