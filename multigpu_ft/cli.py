@@ -220,7 +220,7 @@ _LONGEST_WHY = 8  # lines
 
 def _why_failed(run: Run) -> str:
     "Return the cause without its traceback or the end of a log, which are in the log."
-    said = re.split(r"\n+Traceback of rank|\.? The end of its log", str(run.failure))[0]
+    said = re.split(r"\n\n|\.? The end of its log", str(run.failure))[0]
     lines = said.strip().splitlines()
     more = [f"[{len(lines) - _LONGEST_WHY} more lines in the log]"]
     return "\n".join(lines[:_LONGEST_WHY] + (more if len(lines) > _LONGEST_WHY else []))

@@ -29,7 +29,7 @@ from .data.sources import is_file_name
 from .display.panel import CellOutput, has_viewer, set_if_new
 from .display.preview import preview_html
 from .launcher.api import launch
-from .launcher.commands import recipe
+from .launcher.commands import flag_words, papermill_words, recipe_here
 from .launcher.run import Run
 from .memory.api import estimate, too_slow_here
 from multigpu_ft.run.config import (
@@ -91,20 +91,10 @@ def _call(cfg: RunConfig, preset: str) -> str:
 
 
 def _command(cfg: RunConfig, preset: str) -> str:
-    words = ["papermill", str(recipe()), "out.ipynb"]
-    start = {"preset": preset} if preset else {}
-    for name, value in {**start, **_changes(cfg, preset)}.items():
-        flag = "-r" if isinstance(value, str) and _reads_as_other(value) else "-p"
-        words += [flag, name, "none" if value is None else str(value)]
-    return shlex.join(words)
-
-
-def _reads_as_other(text: str) -> bool:
-    "Return whether papermill would convert this text to another type."
-    try:
-        return text in ("True", "False", "None") or float(text) is not None
-    except ValueError:
-        return False
+    settings = {**({"preset": preset} if preset else {}), **_changes(cfg, preset)}
+    if here := recipe_here("train.ipynb"):
+        return shlex.join(["papermill", str(here), "out.ipynb", *papermill_words(settings)])
+    return shlex.join(["multigpu-ft", "train", *flag_words(settings)])
 
 # %% ../nbs/01_config_form.ipynb #09a80f23
 _BASIC = (
@@ -901,8 +891,8 @@ def _code_html(name: str, code: str) -> str:
 
 def _code(draft: _Draft) -> str:
     if draft.valid:
-        return _code_html("Python", draft.call) + _code_html("papermill", draft.command)
-    return "Python, papermill and Run<pre>waiting for the fields marked ✗ to be fixed</pre>"
+        return _code_html("Python", draft.call) + _code_html("terminal", draft.command)
+    return "Python, terminal and Run<pre>waiting for the fields marked ✗ to be fixed</pre>"
 
 
 def _message(draft: _Draft, runner: _Runner) -> str:
@@ -1072,7 +1062,7 @@ class Form(_LiveForm):
 
     @property
     def command(self) -> str:
-        "The papermill command that does the same as Run."
+        "The command for a terminal that does the same as Run: papermill where the recipe is."
         return self._draft.command
 
     @property
@@ -1105,7 +1095,7 @@ class Form(_LiveForm):
 def form(cfg: RunConfig | None = None) -> Form:
     """Return a form for a `RunConfig`, starting from `cfg` or the defaults.
 
-    Without a viewer it prints as Python and papermill lines."""
+    Without a viewer it prints as lines for Python and a terminal."""
     if cfg is not None:
         refuse_other_than_config(cfg, "form")
     return Form(cfg)

@@ -286,7 +286,7 @@ def _address():
     settings = configparser.ConfigParser()
     settings.read(REPO / "settings.ini")
     address = settings["DEFAULT"]["git_url"]
-    assert f"%pip install -q git+{address}" in README
+    assert f'%pip install -q "multigpu_ft @ git+{address}"' in README
     return address
 
 
@@ -296,7 +296,7 @@ def test_the_cells_of_the_readme_work(cells, kernel):
     # the packages to install are here already
     notebook = kernel(PIP_NO_INDEX="1")
     for cell in cells:
-        shown = notebook.run(cell.replace(f"git+{_address()}", "multigpu_ft"), timeout=300)
+        shown = notebook.run(cell.replace(f" @ git+{_address()}", ""), timeout=300)
         assert "ERROR" not in shown, shown
 
 
