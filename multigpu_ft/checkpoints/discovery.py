@@ -133,10 +133,10 @@ class _Earlier:
         return origin.parents[1].name if len(origin.parents) > 1 else None
 
     @property
-    def newest(self) -> float:
-        "The time of its newest checkpoint, or of its launch."
+    def newest(self) -> tuple[float, float]:
+        "The times of its newest checkpoint, if it has one, and of its launch."
         launched = self.dir.status().get("launched", 0.0)
-        return saved_at(self.checkpoints[0]) if self.checkpoints else launched
+        return saved_at(self.checkpoints[0]) if self.checkpoints else launched, launched
 
     def rows(self, cfg: RunConfig, num_rows: int | None) -> tuple[int, int] | None:
         """Return its first row and the row after its last; None if unknown.
@@ -217,7 +217,7 @@ def _ancestors(run: _Earlier, runs: dict[str, _Earlier]) -> list[_Earlier]:
 # %% ../../nbs/checkpoints/04_discovery.ipynb #d0f3819a
 @dataclass(frozen=True)
 class Origin:
-    "What a run resumes from with `resume_file='auto'`."
+    "The checkpoints that a run resumes from with `resume_file='auto'`."
 
     checkpoints: list[Path] = field(default_factory=list)  # the best first
     same_run: RunDir | None = None  # it goes on in this directory
@@ -322,7 +322,7 @@ def _doubt(cfg: RunConfig, runs: list[_Earlier], kind: str, how: str) -> str:
     "Return the message that several `runs` fit."
     listed = "\n".join(
         f"  resume_file={str(run.checkpoints[0])!r}  "
-        f"({run.name}, saved {time.strftime('%Y-%m-%d %H:%M', time.localtime(run.newest))})"
+        f"({run.name}, saved {time.strftime('%Y-%m-%d %H:%M', time.localtime(run.newest[0]))})"
         for run in sorted(runs, key=lambda run: run.newest, reverse=True)
         if run.checkpoints
     )
