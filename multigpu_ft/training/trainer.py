@@ -424,6 +424,8 @@ def _measure_before(training: Training, step: Step) -> None:
 
 def _first_step_of_run(training: Training) -> Step | None:
     "Return the first step of the run, which an earlier process may have made. A collective."
+    if training.loss_before_at:
+        return training.first_step
     rank = training.rank
     at = rank.world.from_main(rank.run_dir.status().get("loss_before_at"))
     if not at:

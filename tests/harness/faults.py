@@ -360,8 +360,10 @@ def lineage(runs):
             path.read_text().splitlines(keepends=True)
             for path in sorted(run_dir.path.glob("trace*.jsonl"))
         ]
+        # at its end, a resumed run reads the texts of the run's first step once more
+        last = max((m["step"] for m in run_dir.metrics()), default=0)
         for number, lines in enumerate(zip(*traces, strict=False), first):
-            if all(line.endswith("\n") for line in lines):
+            if number <= last and all(line.endswith("\n") for line in lines):
                 texts[number] = sorted(itertools.chain(*map(json.loads, lines)))
     return [losses[s] for s in sorted(losses)], [texts[s] for s in sorted(texts)]
 
