@@ -22,7 +22,6 @@ RUN pip install --constraint constraints.txt --index-url "${TORCH_INDEX}" --extr
 COPY setup.py settings.ini README.md LICENSE ./
 COPY multigpu_ft multigpu_ft
 COPY nbs nbs
-COPY bench bench
 RUN pip install --constraint constraints.txt ".[${EXTRAS}]"
 
 FROM ${BASE}

@@ -17,7 +17,6 @@ NOTEBOOKS = {
     "": ("nbs", "train.ipynb", "slices.ipynb", "evaluate.ipynb", "generate.ipynb"),
     "guides": ("nbs/guides", "*.ipynb"),
     "examples": ("nbs/examples", "*"),
-    "guides/bench/results": ("bench/results", "zero.json", "curves.png"),  # a guide shows them
 }
 
 

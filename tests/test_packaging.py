@@ -22,7 +22,7 @@ from harness.notebooks import outputs
 from harness.runs import BIN, NBS, REPO, processes
 
 from multigpu_ft import __version__
-from multigpu_ft.launcher.notebooks import _READ_BY_GUIDES, RECIPES, REPOSITORY
+from multigpu_ft.launcher.notebooks import RECIPES, REPOSITORY
 
 KERNELS = ("train", "evaluate", "wheels")
 
@@ -75,8 +75,6 @@ def test_wheel_and_sdist_have_all_modules_and_notebooks_and_nothing_else(wheels)
             if path.is_file():
                 place = f"multigpu_ft/notebooks/{path.relative_to(NBS)}"
                 expected[place] = path.read_bytes()
-    for name in _READ_BY_GUIDES:
-        expected[f"multigpu_ft/notebooks/guides/{name}"] = (REPO / name).read_bytes()
     found = content(wheel)
     assert {
         name: data for name, data in found.items() if name.startswith("multigpu_ft/")

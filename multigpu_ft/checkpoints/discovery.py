@@ -24,6 +24,7 @@ from ..run.experiment import differing_settings
 from ..run.processes import is_alive
 from multigpu_ft.run.run_dir import (
     COMMIT_FILE,
+    GENERATION_FILE,
     HUB_FILE,
     PARTIAL,
     RunDir,
@@ -133,10 +134,10 @@ class _Earlier:
         return origin.parents[1].name if len(origin.parents) > 1 else None
 
     @property
-    def newest(self) -> float:
-        "The time of its newest checkpoint, or of its launch."
+    def newest(self) -> tuple[float, float]:
+        "The times of its newest checkpoint, if it has one, and of its launch."
         launched = self.dir.status().get("launched", 0.0)
-        return saved_at(self.checkpoints[0]) if self.checkpoints else launched
+        return saved_at(self.checkpoints[0]) if self.checkpoints else launched, launched
 
     def rows(self, cfg: RunConfig, num_rows: int | None) -> tuple[int, int] | None:
         """Return its first row and the row after its last; None if unknown.
@@ -182,7 +183,8 @@ def _earlier_runs(cfg: RunConfig, but: RunDir | None) -> dict[str, _Earlier]:
     "Return the runs of `cfg`'s model and data by name, without `but`."
     found: dict[str, list[RunDir]] = {}
     for run_dir in _run_dirs(Path(cfg.run_root)):
-        if not but or run_dir.path != but.main.path:
+        is_own = but and run_dir.path == but.main.path
+        if not is_own and not (run_dir.path / GENERATION_FILE).exists():
             found.setdefault(run_dir.name, []).append(run_dir)
     saved = [c for dirs in found.values() for run_dir in dirs for c in run_dir.checkpoints()]
     beyond = _beyond_best(saved, cfg)
@@ -191,17 +193,26 @@ def _earlier_runs(cfg: RunConfig, but: RunDir | None) -> dict[str, _Earlier]:
         own = {c for run_dir in dirs for c in run_dir.checkpoints() if belongs(c, cfg)}
         if own or any(_is_of_data(run_dir, cfg) for run_dir in dirs):
             checkpoints = sorted(own - beyond, key=saved_at, reverse=True)
-            stored = read_json(dirs[0].path / "config.json")
+            stored = _stored_settings(dirs[0])
             differ = differing_settings(cfg, stored, dirs[0].status().get("rows_a_step"))
             weights = cfg.resume_scope == "weights"
             runs[name] = _Earlier(dirs[0], checkpoints, stored, [] if weights else differ)
     return runs
 
 
+def _stored_settings(run_dir: RunDir) -> dict[str, Any]:
+    "Return the content of config.json; empty if it is damaged, as nothing is known then."
+    try:
+        return read_json(run_dir.path / "config.json")
+    except ConfigError:
+        return {}
+
+
 def _is_of_data(run_dir: RunDir, cfg: RunConfig) -> bool:
     try:
+        run_dir.status()
         return not difference(fingerprint(run_dir.config()), fingerprint(cfg))
-    except ValueError:
+    except ValueError:  # damaged, or from another version
         return False
 
 
@@ -322,7 +333,7 @@ def _doubt(cfg: RunConfig, runs: list[_Earlier], kind: str, how: str) -> str:
     "Return the message that several `runs` fit."
     listed = "\n".join(
         f"  resume_file={str(run.checkpoints[0])!r}  "
-        f"({run.name}, saved {time.strftime('%Y-%m-%d %H:%M', time.localtime(run.newest))})"
+        f"({run.name}, saved {time.strftime('%Y-%m-%d %H:%M', time.localtime(run.newest[0]))})"
         for run in sorted(runs, key=lambda run: run.newest, reverse=True)
         if run.checkpoints
     )

@@ -33,7 +33,14 @@ from ..distributed.deepspeed_config import with_zero_config
 from ..hub.repository import check_access, find_remote, parse_hub
 from .commands import node_command
 from .functions import call, run_script, start_agent
-from .nodes import Node, find_node, node_settings, open_run, start_supervisor
+from multigpu_ft.launcher.nodes import (
+    Node,
+    find_node,
+    is_running,
+    node_settings,
+    open_run,
+    start_supervisor,
+)
 from .restarts import attempt_of, reopen
 from .run import Run
 from ..memory.api import plan_memory
@@ -42,7 +49,6 @@ from ..run.environment import default_run_root, session_end, visible_gpus
 from ..run.errors import CheckpointError, ConfigError, briefly
 from ..run.experiment import nothing_left
 from ..run.numbers import TRAINING_LOSS, age, held_out_changes, score
-from ..run.processes import is_alive
 from multigpu_ft.run.run_dir import (
     FINISHED_STATES,
     LIVE_STATES,
@@ -284,10 +290,10 @@ def _find_start(cfg: RunConfig, end_idx: int | None, num_rows: int | None) -> _S
     if cfg.resume_file == "auto":
         origin = find_origin(cfg, num_rows)
         same_run, remarks, candidates = origin.same_run, [*origin.remarks], origin.checkpoints
-        if same_run and is_alive(same_run):
+        if same_run and is_running(same_run):
             raise ConfigError(
-                f"{same_run.name} is running already. Run.attach({str(same_run.path)!r}) shows it; "
-                "give this run another run_name to train it beside that one."
+                f"{same_run.name} is running already. Run.attach({str(same_run.path)!r}) shows it, "
+                "and .stop() ends it; give this run another run_name to train it beside that one."
             )
     else:
         candidates = find_checkpoints(cfg)

@@ -19,7 +19,6 @@ from ..run.run_dir import FINISHED_STATES
 # %% ../../nbs/launcher/13_notebooks.ipynb #9f15c88f
 RECIPES = ("train", "slices", "evaluate", "generate")
 REPOSITORY = "https://github.com/multigpu-ft/multigpu_ft"
-_READ_BY_GUIDES = ("bench/results/zero.json", "bench/results/curves.png")
 _UPWARDS = re.compile(r"\]\(((?:\.\./)+)([^)\s]*)\)")
 
 
@@ -37,11 +36,8 @@ def _sources(name: str) -> dict[str, Path]:
     "Return the files to copy by the names of their copies: one recipe, or all guides."
     if name in RECIPES:
         return {"": shipped(f"{name}.ipynb")}
-    guides = shipped("guides")
-    installed = guides if (guides / "bench").is_dir() else guides.parents[1]
-    found = {path.name: path for path in sorted(guides.glob("*.ipynb"))}
-    found |= {f"examples/{path.name}": path for path in sorted(shipped("examples").iterdir())}
-    return found | {name: installed / name for name in _READ_BY_GUIDES}
+    found = {path.name: path for path in sorted(shipped("guides").glob("*.ipynb"))}
+    return found | {f"examples/{path.name}": path for path in sorted(shipped("examples").iterdir())}
 
 # %% ../../nbs/launcher/13_notebooks.ipynb #54762b8b
 def copy_notebook(name: str, out: str | Path | None = None, force: bool = False) -> Path:
