@@ -200,53 +200,6 @@ def describe(run: Run) -> str:
     return text_table(rows)
 
 
-def _ending(run: Run) -> dict[str, str | None]:
-    """Return why `run` failed or stopped, the log of the rank that failed, and the command that
-    resumes it."""
-    if run.state not in ("failed", "stopped"):
-        return dict.fromkeys(("why", "log", "resume"))
-    is_alone = run.config.nnodes == 1
-    return {
-        "why": _why_failed(run) if run.state == "failed" else _why_stopped(run),
-        "log": _failed_log(run) if run.state == "failed" else None,
-        "resume": terminal_command(run.next_config())
-        if is_alone
-        else "the same command on each node",
-    }
-
-
-_LONGEST_WHY = 8  # lines
-
-
-def _why_failed(run: Run) -> str:
-    "Return the cause without its traceback or the end of a log, which are in the log."
-    said = re.split(r"\n\n|\.? The end of its log", str(run.failure))[0]
-    lines = said.strip().splitlines()
-    more = [f"[{len(lines) - _LONGEST_WHY} more lines in the log]"]
-    return "\n".join(lines[:_LONGEST_WHY] + (more if len(lines) > _LONGEST_WHY else []))
-
-
-def _why_stopped(run: Run) -> str:
-    if message := run.status.get("message"):
-        return message
-    if run.dir.was_interrupted():
-        return "a signal told it to stop, as a cluster sends it that needs the machine"
-    if run.dir.stop_requested():
-        return "it was asked to stop: by Stop, an interrupt or run.stop()"
-    said = [remark for remark in run.status.get("remarks", []) if "it stops and saves" in remark]
-    if said:
-        return said[-1]
-    hours = f" by max_hours={run.config.max_hours:g}" if run.config.max_hours else ""
-    return f"its time was over{hours or ', as the session ends'}"
-
-
-def _failed_log(run: Run) -> str:
-    "Return the path of the log of the rank that failed, or of the folder with all logs."
-    rank = (run.status.get("failure") or {}).get("rank")
-    log = run.dir.log_file("agent" if rank is None else rank)
-    return str(log if log.exists() else log.parent)
-
-
 def _loss_rows(run: Run) -> list[tuple[str, str]]:
     status, unit = run.status, loss_unit(run.config.task)
     rows = held_out_changes(status)
@@ -279,7 +232,54 @@ def _result_rows(run: Run) -> list[tuple[str, str]]:
         rows.append(("missing", f"{', '.join(missing)}; to upload: {command}"))
     return rows
 
+# %% ../nbs/04_cli.ipynb #03b5d3b5
+_LONGEST_WHY = 8  # lines
 
+
+def _ending(run: Run) -> dict[str, str | None]:
+    """Return why `run` failed or stopped, the log of the rank that failed, and the command that
+    resumes it."""
+    if run.state not in ("failed", "stopped"):
+        return dict.fromkeys(("why", "log", "resume"))
+    is_alone = run.config.nnodes == 1
+    return {
+        "why": _why_failed(run) if run.state == "failed" else _why_stopped(run),
+        "log": _failed_log(run) if run.state == "failed" else None,
+        "resume": terminal_command(run.next_config())
+        if is_alone
+        else "the same command on each node",
+    }
+
+
+def _why_failed(run: Run) -> str:
+    "Return the cause without its traceback or the end of a log, which are in the log."
+    said = re.split(r"\n\n|\.? The end of its log", str(run.failure))[0]
+    lines = said.strip().splitlines()
+    more = [f"[{len(lines) - _LONGEST_WHY} more lines in the log]"]
+    return "\n".join(lines[:_LONGEST_WHY] + (more if len(lines) > _LONGEST_WHY else []))
+
+
+def _why_stopped(run: Run) -> str:
+    if message := run.status.get("message"):
+        return message
+    if run.dir.was_interrupted():
+        return "a signal told it to stop, as a cluster sends it that needs the machine"
+    if run.dir.stop_requested():
+        return "it was asked to stop: by Stop, an interrupt or run.stop()"
+    said = [remark for remark in run.status.get("remarks", []) if "it stops and saves" in remark]
+    if said:
+        return said[-1]
+    hours = f" by max_hours={run.config.max_hours:g}" if run.config.max_hours else ""
+    return f"its time was over{hours or ', as the session ends'}"
+
+
+def _failed_log(run: Run) -> str:
+    "Return the path of the log of the rank that failed, or of the folder with all logs."
+    rank = (run.status.get("failure") or {}).get("rank")
+    log = run.dir.log_file("agent" if rank is None else rank)
+    return str(log if log.exists() else log.parent)
+
+# %% ../nbs/04_cli.ipynb #083f9490
 def _estimate(arguments: list[str], as_json: bool) -> dict[str, Any]:
     gpus, memory = _take(arguments, "--gpus"), _take(arguments, "--gpu-memory-gib")
     if gpus is not None and not re.fullmatch("-?[0-9]{1,9}", gpus):
@@ -514,7 +514,7 @@ def _notebook(arguments: list[str], as_json: bool) -> dict[str, Any]:
         print(f"{'or':9} open it in Jupyter and run its cells")
     return {"copied": str(copy), "next": commands}
 
-# %% ../nbs/04_cli.ipynb #8ffd10d1
+# %% ../nbs/04_cli.ipynb #c7536995
 def _interrupt(number: int, frame: Any) -> None:
     "Handle a signal as Ctrl-C: the run saves, then this process ends."
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not cut the save short
@@ -534,6 +534,15 @@ def _exit_code_of_job(error: Exception, node_rank: str | None) -> int:
     return STOPPED_EXIT_CODE if elsewhere else 1
 
 
+def _exit_unless_done(result: dict[str, Any], as_job: bool) -> None:
+    # for a cluster, a run that stopped at its own limit is done: only an interrupted one is retried
+    stopped = result.get("state") == "stopped"
+    if stopped and (result.get("interrupted") or not as_job):
+        sys.exit(STOPPED_EXIT_CODE)
+    if not result.get("ok", True):
+        sys.exit(1)
+
+# %% ../nbs/04_cli.ipynb #8ffd10d1
 def _listing(what: str, summary: str, names: dict[str, str]) -> str:
     "Return the help of a command that takes one of `names`, each with its line."
     lines = [f"  {name:{max(map(len, names))}}  {line}" for name, line in names.items()]
@@ -598,12 +607,3 @@ def main() -> None:
         print(json.dumps(result))
     if isinstance(result, dict):
         _exit_unless_done(result, as_job)
-
-
-def _exit_unless_done(result: dict[str, Any], as_job: bool) -> None:
-    # for a cluster, a run that stopped at its own limit is done: only an interrupted one is retried
-    stopped = result.get("state") == "stopped"
-    if stopped and (result.get("interrupted") or not as_job):
-        sys.exit(STOPPED_EXIT_CODE)
-    if not result.get("ok", True):
-        sys.exit(1)

@@ -497,7 +497,7 @@ def _too_slow(cfg: RunConfig) -> str | None:
 
 
 class _Doubts:
-    """What speaks against a configuration when Run is pressed, as HTML in `remark`.
+    """The doubts about a configuration when Run is pressed, as HTML in `remark`.
 
     A warning counts once: the next press starts the same configuration."""
 
@@ -654,16 +654,18 @@ class _Preview:
         self.html = w.HTML(layout=layout)
         tooltip = "three examples as the model will read them"
         self.button = w.Button(description="Preview", tooltip=tooltip)
+        self.button.on_click(lambda _: self._press())
         self._newest: RunConfig | None = None
         self._of: RunConfig | None = None
         self._found = ""
         self._lock = threading.Lock()  # a click has a thread of its own
 
-    def press(self, cfg: RunConfig) -> None:
-        """Read the examples of `cfg`, in a thread, since the tokenizer takes seconds; hide them if
-        they are shown."""
+    def _press(self) -> None:
+        """Read the examples of the settings in the fields, in a thread, since the tokenizer takes
+        seconds; hide them if they are shown."""
         with self._lock:
-            if self.button.disabled:
+            cfg = self._newest
+            if cfg is None or self.button.disabled:
                 return
             if self._is_of(cfg):
                 self._of = None
@@ -963,7 +965,7 @@ class _Widgets:
 
 # %% ../nbs/01_config_form.ipynb #22401860
 class _LiveForm:
-    "What a form does: its widgets, its draft, and what follows from a change or a press of a button."
+    "The widgets of a form and its draft, with the effects of a change and of a press of Run."
 
     def __init__(self, cfg: RunConfig | None = None) -> None:
         self._draft = _Draft.of(cfg or RunConfig())
@@ -985,7 +987,6 @@ class _LiveForm:
             made.picker.observe(lambda _: self._choose(), "value")
             made.back.on_click(lambda _: self._reset())
             made.run_button.on_click(self._on_run)
-            made.preview.button.on_click(self._on_preview)
         return self._widgets
 
     def _choose(self) -> None:
@@ -1041,10 +1042,6 @@ class _LiveForm:
                 self._draw()
             else:
                 self._runner.start(cfg, self._draft.call)
-
-    def _on_preview(self, _: Any) -> None:
-        if cfg := self._draft.valid:
-            self._widgets.preview.press(cfg)
 
 # %% ../nbs/01_config_form.ipynb #5ad152d8
 class Form(_LiveForm):

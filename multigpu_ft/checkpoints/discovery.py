@@ -228,7 +228,7 @@ def _ancestors(run: _Earlier, runs: dict[str, _Earlier]) -> list[_Earlier]:
 # %% ../../nbs/checkpoints/04_discovery.ipynb #d0f3819a
 @dataclass(frozen=True)
 class Origin:
-    "The checkpoints that a run resumes from with `resume_file='auto'`."
+    "The checkpoints that a run resumes from with `resume_file='auto'`, and its directory."
 
     checkpoints: list[Path] = field(default_factory=list)  # the best first
     same_run: RunDir | None = None  # it goes on in this directory

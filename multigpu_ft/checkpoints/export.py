@@ -285,6 +285,16 @@ def _load_adapter(
     return PeftModel.from_pretrained(base, str(folder))
 
 
+def read_check(folder: Path) -> dict[str, Any]:
+    """Return the content of an export's check file; empty if there is none, or if another program
+    wrote it."""
+    try:
+        check = json.loads((folder / CHECK_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return check if isinstance(check, dict) and "loss" in check else {}
+
+# %% ../../nbs/checkpoints/05_export.ipynb #a191a687
 @contextmanager
 def _quietly() -> Iterator[None]:
     "Turn off the load reports of transformers, its progress bars, and warnings for developers."
@@ -306,16 +316,6 @@ def _quietly() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         transformers_logging.set_tqdm_hook(bars)
         packing.setLevel(level)
-
-
-def read_check(folder: Path) -> dict[str, Any]:
-    """Return the content of an export's check file; empty if there is none, or if another program
-    wrote it."""
-    try:
-        check = json.loads((folder / CHECK_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return check if isinstance(check, dict) and "loss" in check else {}
 
 # %% ../../nbs/checkpoints/05_export.ipynb #4d9e4b3a
 def confirm_export(

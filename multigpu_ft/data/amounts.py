@@ -108,7 +108,7 @@ def _sample_lengths(cfg: RunConfig, rows: int) -> tuple[np.ndarray, bool] | None
 # %% ../../nbs/data/06_amounts.ipynb #dd570eeb
 @dataclass(frozen=True)
 class Amounts:
-    """What the rows of a slice make.
+    """The tokens, sequences and steps that the rows of a slice make.
 
     `tokens` and `sequences` are those of an epoch; `steps` those of a run, with `max_steps`.
     `exact` says that they were counted, `bound` that they are the most there can be."""

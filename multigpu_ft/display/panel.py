@@ -605,61 +605,39 @@ class _Folds:
         elif opened is not None and self._others:
             self._others.draw()
 
-# %% ../../nbs/display/03_panel.ipynb #a2d557fb
-_REDRAW_EVERY_S = 0.5
+# %% ../../nbs/display/03_panel.ipynb #18fde257
+class _PanelWidgets:
+    """The widgets of a panel for `run`, from top to bottom in `root`.
 
+    `redraw` is called after a click."""
 
-class Panel:
-    """A `launcher.Run` as widgets in `output`.
-
-    `show` updates it, at most twice a second; `end` leaves table and picture in its place."""
-
-    def __init__(self, run: Any, output: CellOutput | None = None) -> None:
-        self._run, self._output = run, output or CellOutput()
-        self._curve = Curve(run.dir.path / "metrics.jsonl")
-        self._next = 0.0
-        self._lock = threading.Lock()  # a button may draw while the waiting cell does
-        _for_no_request(self._make)
-        view = self._root._repr_mimebundle_()
-        self._output.put({**view, "text/plain": f"{run.name}: {run.state}"})
-
-    def _make(self) -> None:
+    def __init__(self, run: Any, redraw: Callable[[], None]) -> None:
         import ipywidgets as w
 
+        self._run, self._redraw = run, redraw
+        self._curve = Curve(run.dir.path / "metrics.jsonl")
         texts = [w.HTML() for _ in range(5)]
         self._head, self._bar, self._drawing, self._table, self._notes = texts
         tooltip = "finish the step, save a checkpoint, end"
         self._stop = w.Button(description="Stop (saves)", tooltip=tooltip)
         self._stop.on_click(self._on_stop)
-        self._kill = _KillButton(self._run.kill)
+        self._kill = _KillButton(run.kill)
         self._kill.widget.on_click(self._on_kill)
         others = None
-        if "unit" not in self._run.status:
-            others = _Others(self._run.dir, self._curve, self._draw_curve)
-        self._folds = _Folds(_details(self._run), others)
+        if "unit" not in run.status:
+            others = _Others(run.dir, self._curve, self._draw_curve)
+        self._folds = _Folds(_details(run), others)
         folded = self._folds.widget
-        folded.observe(lambda _: self.show(now=True), "selected_index")
+        folded.observe(lambda _: redraw(), "selected_index")
         buttons = w.HBox([self._stop, self._kill.widget])
         # below the buttons is what grows
         *above, notes = texts
-        self._root = w.VBox([*above, buttons, notes, folded])
-        self._parts = [*self._root.children, *buttons.children, *folded.children]
+        self.root = w.VBox([*above, buttons, notes, folded])
+        self._parts = [*self.root.children, *buttons.children, *folded.children]
         self._parts += others.widget.children if others else ()
-        self._draw()
+        self.draw()
 
-    def show(self, line: Callable[[], str] | None = None, now: bool = False) -> None:
-        """Update it, if it is time or is to be `now`. (A `LiveLine` shows `line`; here it is not
-        used.)"""
-        with self._lock:
-            if self._root is not None and (now or time.monotonic() >= self._next):
-                self._next = time.monotonic() + _REDRAW_EVERY_S
-                with suppress(OSError):  # a checkpoint may be deleted while it is looked at
-                    _for_no_request(self._draw)
-
-    def say(self, text: str) -> None:
-        "Do nothing: a remark is in status.json, and drawn from there."
-
-    def _draw(self) -> None:
+    def draw(self) -> None:
         run, curve, status = self._run, self._curve, self._run.status
         status["state"] = run.state
         set_if_new(self._head, _running_headline(run, status))
@@ -681,11 +659,48 @@ class Panel:
         self._run.dir.request_stop()
         # it insists when the time to stop has run out
         threading.Thread(target=self._run.see_stopped, name="stop-run", daemon=True).start()
-        self.show(now=True)
+        self._redraw()
 
     def _on_kill(self, _: Any) -> None:
         self._kill.click()
-        self.show(now=True)
+        self._redraw()
+
+    def close(self) -> None:
+        for widget in (*self._parts, self.root):
+            widget.close()
+
+# %% ../../nbs/display/03_panel.ipynb #a2d557fb
+_REDRAW_EVERY_S = 0.5
+
+
+class Panel:
+    """A `launcher.Run` as widgets in `output`.
+
+    `show` updates it, at most twice a second; `end` leaves table and picture in its place."""
+
+    def __init__(self, run: Any, output: CellOutput | None = None) -> None:
+        self._run, self._output = run, output or CellOutput()
+        self._next = 0.0
+        self._lock = threading.Lock()  # a button may draw while the waiting cell does
+        self._widgets: _PanelWidgets | None = None
+        _for_no_request(self._make)
+        view = self._widgets.root._repr_mimebundle_()
+        self._output.put({**view, "text/plain": f"{run.name}: {run.state}"})
+
+    def _make(self) -> None:
+        self._widgets = _PanelWidgets(self._run, lambda: self.show(now=True))
+
+    def show(self, line: Callable[[], str] | None = None, now: bool = False) -> None:
+        """Update it, if it is time or is to be `now`. (A `LiveLine` shows `line`; here it is not
+        used.)"""
+        with self._lock:
+            if self._widgets is not None and (now or time.monotonic() >= self._next):
+                self._next = time.monotonic() + _REDRAW_EVERY_S
+                with suppress(OSError):  # a checkpoint may be deleted while it is looked at
+                    _for_no_request(self._widgets.draw)
+
+    def say(self, text: str) -> None:
+        "Do nothing: a remark is in status.json, and drawn from there."
 
     def end(self, line: Callable[[], str], picture: Path | None) -> None:
         "Leave table and picture in its place; `line` for viewers that show only text."
@@ -693,6 +708,5 @@ class Panel:
             self._output.put({"text/html": summary_html(self._run), "text/plain": line()})
             if picture:
                 self._output.put_picture(picture.read_bytes())
-            for widget in (*self._parts, self._root):
-                widget.close()
-            self._root = None
+            self._widgets.close()
+            self._widgets = None

@@ -456,7 +456,7 @@ def _models(plan: Plan) -> list[dict[str, Any]]:
     ]
     return [{**base, "trained": []}, *others]
 
-
+# %% ../../nbs/evaluation/04_scoring.ipynb #63fea074
 def _scores(material: _Material, found: dict[str, _Found], number: int) -> Scores:
     "Return the scores of all models on data set `number`."
     data = material.sets[number]

@@ -73,6 +73,32 @@ class _Growing:
             self._show(text[len(self._shown) :])
             self._shown = text
 
+# %% ../../nbs/generation/12_asking.ipynb #62d1c57a
+class _Prompt:
+    """Turns questions into tokens for the model of `cfg`.
+
+    An answer ends before one of the texts `stop`, or with the token `closing`."""
+
+    def __init__(self, cfg: RunConfig, job: GenerationJob) -> None:
+        self._is_chat = cfg.task == "chat"
+        if self._is_chat:
+            self.tokenizer, self.stop = load_chat_tokenizer(cfg, job, lambda _: None)
+        else:
+            own = cfg.replace(model=job.tokenizer, revision=None) if job.tokenizer else cfg
+            self.tokenizer, self.stop = load_tokenizer(own), ()
+        self.closing = closing_token(self.tokenizer) if self._is_chat else None
+
+    def __call__(self, question: str) -> tuple[int, ...]:
+        if not self._is_chat:
+            ids = self.tokenizer(question)["input_ids"]
+            return tuple(ids[:-1] if ids[-1] == self.tokenizer.eos_token_id else ids)
+        try:
+            text = asking([{"role": "user", "content": question}], self.tokenizer)
+        except Exception as error:  # from Jinja or the template
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise DataError(f"the chat template rejects the question: {reason[:200]}") from None
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
 # %% ../../nbs/generation/12_asking.ipynb #13a47931
 _CAPACITY_STEP = 256  # tokens; a trial decides how each capacity is decoded
 
@@ -86,33 +112,15 @@ class _Writer:
 
     def __init__(self, cfg: RunConfig, fine_tuned: FineTuned | None, tokenizer: str | None) -> None:
         job = GenerationJob(output="", tokenizer=tokenizer)
-        self._is_chat = cfg.task == "chat"
-        if self._is_chat:
-            self._tokenizer, self._stop = load_chat_tokenizer(cfg, job, lambda _: None)
-        else:
-            own = cfg.replace(model=tokenizer, revision=None) if tokenizer else cfg
-            self._tokenizer, self._stop = load_tokenizer(own), ()
-        self._cfg = cfg
+        self._cfg, self._prompt = cfg, _Prompt(cfg, job)
+        self._tokenizer, self._stop = self._prompt.tokenizer, self._prompt.stop
         self._model = TransformersModel(Source(cfg, job, fine_tuned, _world(), self._tokenizer))
         settings = self._model.settings
-        closing = closing_token(self._tokenizer) if self._is_chat else None
-        self._eos = end_tokens(settings, self._tokenizer.eos_token_id, closing)
+        self._eos = end_tokens(settings, self._tokenizer.eos_token_id, self._prompt.closing)
 
     @property
     def bytes(self) -> int:
         return sum(p.nbytes for p in self._model.loaded.model.parameters())
-
-    def _prompt(self, question: str) -> tuple[int, ...]:
-        "Return the question's tokens: in the chat template, or as text to be continued."
-        if not self._is_chat:
-            ids = self._tokenizer(question)["input_ids"]
-            return tuple(ids[:-1] if ids[-1] == self._tokenizer.eos_token_id else ids)
-        try:
-            text = asking([{"role": "user", "content": question}], self._tokenizer)
-        except Exception as error:  # from Jinja or the template
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise DataError(f"the chat template rejects the question: {reason[:200]}") from None
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _sampling(self, temperature: float | None) -> Sampling:
         settings = self._model.settings

@@ -126,7 +126,15 @@ def launch(
                     "or set run_root to a folder on another disk"
                 )
             raise briefly(error) from None
-    if (nnodes, node_rank, rdzv) != (None, None, None):
+    _check_call(what, detach or wait is False, (nnodes, node_rank, rdzv) != (None, None, None))
+    if callable(what):
+        return call(what, args, nproc)
+    return call(run_script, (str(what), *args), nproc)
+
+# %% ../../nbs/launcher/10_api.ipynb #9bba1c0a
+def _check_call(what: Any, returns_at_once: bool, names_nodes: bool) -> None:
+    "Raise `ConfigError` unless `what` is a function or a script, and is to be launched like one."
+    if names_nodes:
         raise ConfigError(
             "nnodes=, node_rank= and rdzv= belong to a RunConfig; functions and scripts run on one machine."
         )
@@ -136,10 +144,10 @@ def launch(
             "RunConfig(...) or RunConfig.preset(name) makes one. "
             "A script is named by its path."
         )
-    if detach or wait is False:
+    if returns_at_once:
         raise ConfigError("only a RunConfig can be launched with wait=False or detach=True.")
     if callable(what):
-        return call(what, args, nproc)
+        return
     if str(what) in PRESETS:
         refuse_other_than_config(what, "launch")
     if not Path(what).is_file():
@@ -147,7 +155,6 @@ def launch(
             f"there is no script {str(what)!r} here, in {os.getcwd()}; "
             "launch takes the path of a Python file, a RunConfig or a function."
         )
-    return call(run_script, (str(what), *args), nproc)
 
 # %% ../../nbs/launcher/10_api.ipynb #814d1a6b
 def _launch_run(
@@ -263,7 +270,7 @@ def runs(run_root: str | Path | None = None) -> Runs:
 # %% ../../nbs/launcher/10_api.ipynb #765456d5
 @dataclass(frozen=True)
 class _Start:
-    "What a run begins with, in words, remarks, and the revision on the Hub."
+    "The start of a run, in `words`, with remarks, and the revision on the Hub."
 
     words: str
     remarks: list[str] = field(default_factory=list)

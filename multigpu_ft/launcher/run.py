@@ -168,6 +168,15 @@ def _same_slice(cfg: RunConfig, has_checkpoint: bool) -> RunConfig:
     resume = {"resume_file": "auto"} if has_checkpoint else {}
     return cfg.replace(max_steps=None, **resume)
 
+
+def _next_config(run_dir: RunDir, cfg: RunConfig, state: str) -> RunConfig | None:
+    "Return the settings that continue a run with the settings `cfg` in `state`; None at the end."
+    # the name that was asked for is that of the series; the directory's may have a number
+    cfg = cfg.replace(run_name=asked_name(run_dir))
+    if state in (*LIVE_STATES, "stopped", "failed"):
+        return _same_slice(cfg, bool(run_dir.checkpoints()))
+    return _following_slice(cfg, run_dir.status())
+
 # %% ../../nbs/launcher/09_run.ipynb #6ba68da4
 def _gone(run_dir: RunDir, status: dict[str, Any]) -> str:
     "Say that all processes of a run disappeared, and what is left of it."
@@ -191,7 +200,7 @@ def _find_log(run_dir: RunDir, rank: int | str) -> Path:
         f"{run_dir.name} has no log of rank {rank!r}; there are: {', '.join(logs) or 'none yet'}."
     )
 
-# %% ../../nbs/launcher/09_run.ipynb #886c111c
+# %% ../../nbs/launcher/09_run.ipynb #c11a9bf9
 def _before(status: dict[str, Any]) -> dict[str, Any] | None:
     "Return the evaluation before the first step of a run with this `status`, with its step."
     if not status.get("eval_before"):
@@ -213,6 +222,14 @@ def _progress(run: "_RunInfo", recent: int = 20) -> str:
     return progress_line(run.name, status, run.dir.recent_metrics(recent))
 
 
+def _losses_over(run: "_RunInfo", over: "Iterable[_RunInfo | str | Path]") -> Any:
+    "Return a figure of the losses of `run`, over which those of other runs are laid."
+    figures_as_png()
+    others = [_other(run, each) for each in over]
+    laid_over = [(other.name, other.metrics, _before(other.status)) for other in others]
+    return loss_figure(run.metrics, run.name, _before(run.status), laid_over)
+
+# %% ../../nbs/launcher/09_run.ipynb #886c111c
 class _RunInfo:
     "The readable side of a run: its state, attempts, failure, metrics, logs and loss."
 
@@ -277,20 +294,13 @@ class _RunInfo:
 
         The losses of the runs in `over` are laid over it: a `Run`, a run's directory, or its name
         under the same root."""
-        figures_as_png()
-        others = [_other(self, run) for run in ([over] if isinstance(over, str) else over)]
-        laid_over = [(other.name, other.metrics, _before(other.status)) for other in others]
-        return loss_figure(self.metrics, self.name, _before(self.status), laid_over)
+        return _losses_over(self, [over] if isinstance(over, str) else over)
 
     def next_config(self) -> RunConfig | None:
         """Return the settings of the next slice, for `launch`, or None at the end of the data.
 
         For a stopped or failed run, they are those for the rest of its slice."""
-        # the name that was asked for is that of the series; the directory's may have a number
-        cfg = self.config.replace(run_name=asked_name(self.dir))
-        if self.state in (*LIVE_STATES, "stopped", "failed"):
-            return _same_slice(cfg, bool(self.dir.checkpoints()))
-        return _following_slice(cfg, self.status)
+        return _next_config(self.dir, self.config, self.state)
 
     def next_slice(self) -> str | None:
         """Return the command that launches `next_config()` in a terminal, or None at the end.
@@ -441,23 +451,13 @@ class _Viewer:
 class Terminated(KeyboardInterrupt):
     "SIGTERM, where it works like an interrupt."
 
-# %% ../../nbs/launcher/09_run.ipynb #95c92af5
-class Run(_RunInfo):
-    "A handle on the run in a directory, training or finished."
+# %% ../../nbs/launcher/09_run.ipynb #369f658e
+class _ControlledRun(_RunInfo):
+    "A run that can be shown, awaited, stopped and killed."
 
-    def __init__(self, path: str | Path | RunDir, _agent: subprocess.Popen | None = None) -> None:
-        super().__init__(path, _agent)
+    def __init__(self, path: str | Path | RunDir, agent: subprocess.Popen | None) -> None:
+        super().__init__(path, agent)
         self._viewer = _Viewer(self, self._processes)
-        self._answering = Answering(self.dir)
-
-    @classmethod
-    def attach(cls, path: str | Path, panel: bool | None = None) -> "Run":
-        """Return the run in the directory `path` and show its panel in this cell.
-
-        It works from another notebook, and after a kernel restart. See `show`."""
-        run = cls(path)
-        run.show(panel)
-        return run
 
     def show(self, panel: bool | CellOutput | None = None) -> None:
         """Show the run's panel in this cell while it trains, or its result if it has ended. Doesn't
@@ -520,6 +520,23 @@ class Run(_RunInfo):
     def kill(self) -> None:
         "End all processes of the run at once, without saving."
         self._processes.kill()
+
+# %% ../../nbs/launcher/09_run.ipynb #95c92af5
+class Run(_ControlledRun):
+    "A handle on the run in a directory, training or finished."
+
+    def __init__(self, path: str | Path | RunDir, _agent: subprocess.Popen | None = None) -> None:
+        super().__init__(path, _agent)
+        self._answering = Answering(self.dir)
+
+    @classmethod
+    def attach(cls, path: str | Path, panel: bool | None = None) -> "Run":
+        """Return the run in the directory `path` and show its panel in this cell.
+
+        It works from another notebook, and after a kernel restart. See `show`."""
+        run = cls(path)
+        run.show(panel)
+        return run
 
     def ask(
         self,

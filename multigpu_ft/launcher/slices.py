@@ -179,6 +179,19 @@ def _table_row(
         "checkpoint": checkpoints[-1] if checkpoints else None,
     }
 
+# %% ../../nbs/launcher/12_slices.ipynb #db906b58
+_HEADS = {
+    "first_loss": f"{TRAINING_LOSS}, first {_SHOWN}",
+    "last_loss": f"last {_SHOWN}",
+    "skipped_steps": "skipped",
+}
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    "Return the texts of a table with these `rows`, its heads first."
+    texts = [["" if v is None else str(v) for v in row.values()] for row in rows]
+    return [[_HEADS.get(name, name) for name in rows[0]], *texts]
+
 # %% ../../nbs/launcher/12_slices.ipynb #f3cbd49e
 def _mark_slice(axes: Any, name: str, first_steps: list[int]) -> None:
     "Mark where the runs of a slice began. `axes` are matplotlib's, `first_steps` in order."
@@ -201,13 +214,6 @@ def _mark_slice(axes: Any, name: str, first_steps: list[int]) -> None:
         )
 
 # %% ../../nbs/launcher/12_slices.ipynb #5f473821
-_HEADS = {
-    "first_loss": f"{TRAINING_LOSS}, first {_SHOWN}",
-    "last_loss": f"last {_SHOWN}",
-    "skipped_steps": "skipped",
-}
-
-
 class Slices:
     "A series of slices in its folder: `table`, `plot`, `state`."
 
@@ -253,19 +259,14 @@ class Slices:
             for start, end in self.bounds
         ]
 
-    def _cells(self) -> list[list[str]]:
-        rows = self.table()
-        texts = [["" if v is None else str(v) for v in row.values()] for row in rows]
-        return [[_HEADS.get(name, name) for name in rows[0]], *texts]
-
     def __str__(self) -> str:
-        head, *rows = self._cells()
+        head, *rows = _cells(self.table())
         return text_table(rows, head)
 
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
-        cells = self._cells()
+        cells = _cells(self.table())
         head, *rows = ["| " + " | ".join(row) + " |" for row in cells]
         return "\n".join([head, "|---" * len(cells[0]) + "|", *rows])
 

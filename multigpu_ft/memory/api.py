@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from ..data.amounts import read_amounts, slice_rows
+from ..data.amounts import Amounts, read_amounts, slice_rows
 from ..display.panel import say
 from ..display.plots import new_figure, picture_style, png_bytes
 from ..display.tables import html_table
@@ -70,7 +70,7 @@ def gpus_here() -> list[GPU]:
 
 @dataclass(frozen=True)
 class Machine:
-    "What an estimate is for: GPUs of one kind, and the host around them if it is known."
+    "The machine of an estimate: GPUs of one kind, here or elsewhere."
 
     gpu: GPU
     gpus: int  # of all nodes
@@ -128,6 +128,14 @@ def _highest_peak(fit: Fit) -> tuple[str, dict[str, float]]:
     highest = max(fit.found["peaks"], key=lambda peak: peak["bytes"])
     sizes = {**highest["categories"], _CONTEXT: fit.context, _SLACK: fit.slack}
     return highest["phase"], {name: size / _GIB for name, size in sizes.items()}
+
+
+def _hours(cfg: RunConfig, amounts: Amounts, tokens_per_second: float | None) -> float | None:
+    "Return how long a run takes if each of its sequences is full; None if its speed is unknown."
+    most = amounts.rows * cfg.num_epochs * cfg.max_length
+    if cfg.max_steps:
+        most = min(most, cfg.max_steps * amounts.a_step * cfg.max_length)
+    return most / tokens_per_second / 3600 if tokens_per_second else None
 
 
 def _checkpoints(cfg: RunConfig, steps: int, hours: float | None) -> int:
@@ -199,10 +207,7 @@ class Estimate:
         packing = fit.found["packing"].replace("auto", "bucketed")  # with flash_attention_2
         self.amounts = read_amounts(config, packing, fit.gpus)
         self.rows = self.amounts.rows
-        most = self.rows * config.num_epochs * config.max_length
-        if config.max_steps:
-            most = min(most, config.max_steps * self.amounts.a_step * config.max_length)
-        self.hours = most / self.tokens_per_second / 3600 if self.tokens_per_second else None
+        self.hours = _hours(config, self.amounts, fit.tokens_per_second)
         self.checkpoints = _checkpoints(config, self.amounts.steps, self.hours)
         self.disk_gib = _disk(fit, self.checkpoints)
 

@@ -84,6 +84,47 @@ def _kill(process: "subprocess.Popen[str]") -> None:
     process.kill()
     process.wait()
 
+# %% ../../nbs/run/11_answering.ipynb #8592ab8f
+class _Process:
+    "The process that holds the model of the run in `run_dir`, and the pipes to and from it."
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(run_dir.main.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={name: value for name, value in os.environ.items() if name not in _OF_A_RANK},
+            start_new_session=True,  # an interrupt of the kernel does not reach it
+        )
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        arguments = (self.popen.stdout, self._messages)
+        threading.Thread(target=_forward, args=arguments, name="answers", daemon=True).start()
+        self._end = weakref.finalize(self, _kill, self.popen)
+
+    def write(self, message: dict[str, Any]) -> None:
+        self.popen.stdin.write(json.dumps(message) + "\n")
+        self.popen.stdin.flush()
+
+    def read(self) -> dict[str, Any] | None:
+        "Wait for the next message and return it; None when the process has ended."
+        return self._messages.get()
+
+    def failure(self) -> RunFailed:
+        "Return why the process ended before it had answered."
+        code = self.popen.wait()
+        self._errors.seek(0)
+        said = "\n".join(self._errors.read().strip().splitlines()[-12:])
+        why = " (probably out of host memory)" if code == -9 else ""
+        end = f" The end of what it printed:\n{said}" if said else ""
+        return RunFailed(f"the process that answers {ending(code)}{why}.{end}", exitcode=code)
+
+    def end(self) -> None:
+        self._end()
+        self._errors.close()
+
 # %% ../../nbs/run/11_answering.ipynb #d5f5f13e
 class Answering:
     "Asks the process that holds the model of the run in `run_dir`."
@@ -91,7 +132,12 @@ class Answering:
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir, self._number = run_dir, 0
         self._lock = threading.RLock()  # one question at a time
-        self.process: subprocess.Popen[str] | None = None
+        self._process: _Process | None = None
+
+    @property
+    def process(self) -> "subprocess.Popen[str] | None":
+        "The process, if there is one."
+        return self._process and self._process.popen
 
     def ask(
         self,
@@ -115,47 +161,29 @@ class Answering:
                 return self._await(request, show, tell)
             except KeyboardInterrupt:
                 with suppress(BrokenPipeError):
-                    self._write({"stop": self._number})
+                    self._process.write({"stop": self._number})
                 raise KeyboardInterrupt from None
 
     def _send(self, request: dict[str, Any], tell: Callable[[str], None]) -> None:
         "Hand `request` to the process; start it if there is none, or if it was idle too long."
-        if self.process is not None and self.process.poll() is None:
+        if self._process is not None and self._process.popen.poll() is None:
             with suppress(BrokenPipeError):
-                return self._write(request)
+                return self._process.write(request)
         self.close()
         tell(f"loading the {'base model' if request['base'] else 'model'} of {self._run_dir.name}")
-        self._start()
-        self._write(request)
-
-    def _write(self, message: dict[str, Any]) -> None:
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-
-    def _start(self) -> None:
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, str(self._run_dir.main.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={name: value for name, value in os.environ.items() if name not in _OF_A_RANK},
-            start_new_session=True,  # an interrupt of the kernel does not reach it
-        )
-        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        arguments = (self.process.stdout, self._messages)
-        threading.Thread(target=_forward, args=arguments, name="answers", daemon=True).start()
-        self._end = weakref.finalize(self, _kill, self.process)
+        self._process = _Process(self._run_dir)
         _at_work.add(self)
+        self._process.write(request)
 
     def _await(
         self, request: dict[str, Any], show: Callable[[str], None], tell: Callable[[str], None]
     ) -> Answer:
         while True:
-            message = self._messages.get()
+            message = self._process.read()
             if message is None:
-                raise self._failure()
+                failure = self._process.failure()
+                self.close()
+                raise failure
             if message["number"] != request["number"]:
                 continue  # of a question that was interrupted
             if "text" in message:
@@ -167,22 +195,11 @@ class Answering:
             else:
                 return Answer(**message["answer"])
 
-    def _failure(self) -> RunFailed:
-        "Return why the process ended before it had answered."
-        code = self.process.wait()
-        self._errors.seek(0)
-        said = "\n".join(self._errors.read().strip().splitlines()[-12:])
-        self.close()
-        why = " (probably out of host memory)" if code == -9 else ""
-        end = f" The end of what it printed:\n{said}" if said else ""
-        return RunFailed(f"the process that answers {ending(code)}{why}.{end}", exitcode=code)
-
     def close(self) -> None:
         "End the process, and with it give back the model's memory. The next question starts it."
-        if self.process is not None:
-            self._end()
-            self.process = None
-            self._errors.close()
+        if self._process is not None:
+            self._process.end()
+            self._process = None
             _at_work.discard(self)
 
 # %% ../../nbs/run/11_answering.ipynb #690e1316

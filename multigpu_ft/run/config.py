@@ -51,6 +51,14 @@ class _Settings(BaseModel):
         allow_inf_nan=False,
     )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            raise ConfigError(
+                f"a RunConfig can't be changed; cfg.replace({name}={value!r}) returns a changed copy."
+            ) from None
+
     @field_validator("*")
     @classmethod
     def _check_value(cls, value: Any) -> Any:
@@ -277,7 +285,7 @@ class _StepSettings(_Settings):
 # %% ../../nbs/run/04_config.ipynb #1c1c62b6
 @dataclass(frozen=True)
 class Optimizer:
-    "What depends on the choice of an optimizer."
+    "The facts that depend on the choice of an optimizer."
 
     moment_bytes: int  # of both moments of a parameter
     first_moment: str  # its name in the optimizer's state
@@ -599,14 +607,6 @@ class RunConfig(
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        try:
-            super().__setattr__(name, value)
-        except ValidationError:
-            raise ConfigError(
-                f"a RunConfig can't be changed; cfg.replace({name}={value!r}) returns a changed copy."
-            ) from None
 
     @model_validator(mode="before")
     @classmethod

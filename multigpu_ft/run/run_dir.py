@@ -331,6 +331,21 @@ def short_name(model: str) -> str:
         or "model"
     )
 
+# %% ../../nbs/run/05_run_dir.ipynb #6c59556f
+def _read_config(folder: Path) -> RunConfig:
+    "Return the settings in a run directory. Raises `ConfigError` if `folder` is none."
+    try:
+        values = read_json(folder / "config.json")
+    except FileNotFoundError:
+        why = "config.json is missing"
+    else:
+        if "model_type" not in values:
+            return RunConfig(**values)
+        why = "its config.json is a model's"
+    raise ConfigError(
+        f"{folder} is not a run directory: {why}; runs(run_root) lists the runs in a folder."
+    )
+
 # %% ../../nbs/run/05_run_dir.ipynb #81b90a1e
 class RunDir(_NodeDir):
     "The paths and small files of one run directory; the only class that knows its layout."
@@ -397,21 +412,9 @@ class RunDir(_NodeDir):
 
     def config(self) -> RunConfig:
         "Return the run's configuration. Raises `ConfigError` if `path` is not a run directory."
-        try:
-            values = read_json(self.path / "config.json")
-        except FileNotFoundError:
-            if self.main is not self:
-                return self.main.config()
-            raise ConfigError(
-                f"{self.path} is not a run directory: config.json is missing; "
-                "runs(run_root) lists the runs in a folder."
-            ) from None
-        if "model_type" in values:
-            raise ConfigError(
-                f"{self.path} is not a run directory: its config.json is a model's; "
-                "runs(run_root) lists the runs in a folder."
-            )
-        return RunConfig(**values)
+        if self.main is not self and not (self.path / "config.json").exists():
+            return self.main.config()
+        return _read_config(self.path)
 
     def checkpoints(self) -> list[Path]:
         """Return the checkpoints that were once complete, oldest first.

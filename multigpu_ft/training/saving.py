@@ -13,10 +13,56 @@ from ..checkpoints.writer import CheckpointWriter, Save
 from ..hub.upload import Uploader
 from ..run.config import RunConfig
 from ..run.processes import IDLE
+from ..tracking.metrics import RunLog
 from ..tracking.trackers import Trackers
 from .start import Rank
 from .time_budget import TimeBudget
 from .validation import best_scores
+
+# %% ../../nbs/training/06_saving.ipynb #e0d00ed2
+class _FailedSaves:
+    "The saves in a row that failed, in one remark, so that remarks don't pile up."
+
+    def __init__(self, run_log: RunLog) -> None:
+        self._run_log = run_log
+        self._count, self.last_step = 0, 0
+        self._remark: str | None = None
+
+    def add(self, error: Exception) -> None:
+        "Say that one more failed, at `last_step`, because of `error`."
+        self._count += 1
+        words = f"{self._count} saves failed, the last"
+        if self._count == 1:
+            words = "a save failed"
+        what = f"{words} at step {self.last_step}: {str(error).rstrip('.')}"
+        self._say(what, "Training continues")
+
+    def end(self, step: int) -> None:
+        "Say that they are over, if there were any, since the save at `step` succeeded."
+        if self._remark:
+            what, _, _ = self._remark.rpartition(". ")
+            self._say(what, f"The save at step {step} succeeded")
+        self._count, self._remark = 0, None
+
+    def _say(self, what: str, then: str) -> None:
+        text = f"{what}. {then}"
+        self._run_log.remark(text, instead_of=self._remark)
+        self._remark = text
+
+# %% ../../nbs/training/06_saving.ipynb #bf583856
+def _took(save: Save) -> dict[str, int | float]:
+    return {
+        "step": save.step,
+        "bytes": save.bytes,
+        "stall_s": round(save.stall_s, 4),
+        "seconds": round(save.seconds, 3),
+    }
+
+
+def _forget_best(progress: Progress, name: str) -> None:
+    "Forget that the checkpoint `name` is the best: it was never written."
+    if progress.best.get("checkpoint") == name:
+        del progress.best["checkpoint"]
 
 # %% ../../nbs/training/06_saving.ipynb #d0105701
 @dataclass
@@ -36,9 +82,9 @@ class Saves:
     room: int
     newest_step: int  # the step of the newest save
     error: Exception | None = None  # of the newest save, until it was handled
-    failed: int = 0  # saves in a row
-    failed_at: int = 0  # the step of the last of them
-    told: str | None = None  # the remark about them
+
+    def __post_init__(self) -> None:
+        self._failures = _FailedSaves(self.rank.run_log)
 
     def minutes_are_over(self) -> bool:
         "Return True on rank 0 when `save_minutes` have passed since the last save."
@@ -73,27 +119,16 @@ class Saves:
             return
         self.error = save.error
         if save.error:
-            self._forget_best(save.name)
-            self.failed_at = save.step
+            _forget_best(self.progress, save.name)
+            self._failures.last_step = save.step
             return
-        self._mark_success(save.step)
+        self._failures.end(save.step)
         self.time_budget.saved(save.seconds)
-        took = {
-            "step": save.step,
-            "bytes": save.bytes,
-            "stall_s": round(save.stall_s, 4),
-            "seconds": round(save.seconds, 3),
-        }
-        run_log = self.rank.run_log
-        run_log.status(checkpoint=save.path.name, save=took, best=best_scores(self.progress))
+        run_log, best = self.rank.run_log, best_scores(self.progress)
+        run_log.status(checkpoint=save.path.name, save=_took(save), best=best)
         self.trackers.log_checkpoint(save.path, save.step)
         for trouble in self.uploader.trouble() if self.uploader else []:
             run_log.remark(trouble)
-
-    def _forget_best(self, name: str) -> None:
-        "Keep no later checkpoint from naming one as the best that was never written."
-        if self.progress.best.get("checkpoint") == name:
-            del self.progress.best["checkpoint"]
 
     def handle_error(self) -> None:
         """Handle a failed save that all ranks know of: raise its error, or add a remark and
@@ -102,23 +137,4 @@ class Saves:
         if isinstance(error, FloatingPointError) or (error and self.cfg.save_failure == "stop"):
             raise error
         if error:
-            self.failed += 1
-            self._tell(f"{self._count()}: {str(error).rstrip('.')}", "Training continues")
-
-    def _count(self) -> str:
-        if self.failed == 1:
-            return f"a save failed at step {self.failed_at}"
-        return f"{self.failed} saves failed, the last at step {self.failed_at}"
-
-    def _tell(self, what: str, then: str) -> None:
-        "Say it in the place of the last remark about failed saves, so that they don't pile up."
-        text = f"{what}. {then}"
-        self.rank.run_log.remark(text, instead_of=self.told)
-        self.told = text
-
-    def _mark_success(self, step: int) -> None:
-        "Say that the failed saves are over, if there were any."
-        if self.told:
-            what, _, _ = self.told.rpartition(". ")
-            self._tell(what, f"The save at step {step} succeeded")
-        self.failed, self.told = 0, None
+            self._failures.add(error)
