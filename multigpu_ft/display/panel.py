@@ -37,7 +37,7 @@ from multigpu_ft.run.numbers import (
     score,
     span,
 )
-from ..run.run_dir import LIVE_STATES, RunDir
+from ..run.run_dir import LIVE_STATES, NOTHING_TO_DO, RunDir
 
 # %% ../../nbs/display/03_panel.ipynb #dbd7e68d
 def _accepted(record: dict[str, Any]) -> str:
@@ -434,20 +434,30 @@ def summary_html(run: Any) -> str:
     facts = _facts(cfg, status, curve)
     scores = _losses(cfg, status, facts)
     told = {name for name, _ in scores} | {"learning rate"}
-    again = "the same settings again continue from that checkpoint, also on another number of GPUs"
+    again = "launch(run.next_config()) resumes from that checkpoint, also on another number of GPUs"
     resumes = run_dir.checkpoints() and state in ("stopped", "failed")
+    message = ("message", escape(status["message"]) if status.get("message") else "")
+    is_idle = state == NOTHING_TO_DO
     rows = [
+        *([message] if is_idle else []),
         *[(name, _with_more(*fact)) for name, fact in scores],
         _steps_row(cfg, status, curve),
         *[(name, _with_more(*fact)) for name, fact in facts.items() if name not in told],
-        ("took", duration(ended - status.get("launched", ended))),
+        ("took", "" if is_idle else duration(ended - status.get("launched", ended))),
+        ("earlier starts", _earlier_starts(status)),
         *_results(run_dir, status),
         *[("remark", escape(remark)) for remark in status.get("remarks", [])],
-        ("message", escape(status["message"]) if status.get("message") else ""),
+        *([] if is_idle else [message]),
         ("to continue", again if resumes else ""),
     ]
     failure = _failure_html(run.failure) if state == "failed" else ""
     return _headline(run.name, state, "") + failure + _table(rows)
+
+# %% ../../nbs/display/03_panel.ipynb #7bf50125
+def _earlier_starts(status: dict[str, Any]) -> str:
+    "Return how the attempts before the last ended, of a run that was started more than once."
+    ends = (f"{a['state']} at step {a['step'] or 0:,}" for a in status.get("attempts", []))
+    return escape(", ".join(ends))
 
 
 def _with_more(value: str, more: str) -> str:

@@ -51,8 +51,11 @@ def html_table(
 
 
 def _html_row(row: Sequence[Any], tags: list[str], style: str) -> str:
+    # the name of a row doesn't wrap
+    named = style.replace("white-space:normal", "white-space:nowrap")
+    styles = {"th": style if tags[-1] == "th" else named, "td": style}
     cells = [
-        f'<{tag} style="{style}">{cell if isinstance(cell, Html) else escape(str(cell))}</{tag}>'
+        f'<{tag} style="{styles[tag]}">{cell if isinstance(cell, Html) else escape(str(cell))}</{tag}>'
         for cell, tag in zip(row, tags, strict=True)
     ]
     return f'<tr style="background:none">{"".join(cells)}</tr>'

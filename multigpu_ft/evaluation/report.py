@@ -350,9 +350,9 @@ def _html(text: str) -> str:
     return escape(_clean(text))
 
 
-def _html_table(rows: list[list[str]]) -> str:
+def _html_table(rows: list[list[str]], wrap: bool = False) -> str:
     head, *others = [[_clean(cell) for cell in row] for row in rows]
-    return html_table(others, head, wrap=False)
+    return html_table(others, head, wrap=wrap)
 
 
 def _details(title: str, rows: list[list[str]]) -> str:
@@ -439,7 +439,7 @@ PICTURES = tuple(_ALT)
 def _tables_html(compared: Compared) -> list[str]:
     parts = []
     for comparison in compared.sets.values():
-        table = _html_table(_cells(compared, comparison))
+        table = _html_table(_cells(compared, comparison), wrap=True)
         parts.append(f"<h4>{_html(_about(comparison))}</h4>{table}")
     note = (
         f"In parentheses: {percent(CONFIDENCE)} intervals over examples. "

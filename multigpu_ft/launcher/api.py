@@ -138,6 +138,10 @@ def _check_call(what: Any, returns_at_once: bool, names_nodes: bool) -> None:
         raise ConfigError(
             "nnodes=, node_rank= and rdzv= belong to a RunConfig; functions and scripts run on one machine."
         )
+    if what is None:
+        raise ConfigError(
+            "there is nothing to launch: next_config() is None when all rows of the data are trained."
+        )
     if not callable(what) and not isinstance(what, str | Path):
         raise ConfigError(
             f"launch takes a RunConfig or a function, not a {type(what).__name__}; "
@@ -298,7 +302,7 @@ def _find_start(cfg: RunConfig, end_idx: int | None, num_rows: int | None) -> _S
     else:
         candidates = find_checkpoints(cfg)
     if not candidates:
-        nothing = f"; there is no checkpoint of it and its data under {cfg.run_root}"
+        nothing = f" (no earlier run of this model and data under {cfg.run_root})"
         is_new = cfg.resume_file == "auto" and not remarks
         return _Start(
             f"starts from the base model{nothing if is_new else ''}", remarks, None, same_run

@@ -27,6 +27,7 @@ from multigpu_ft.display.panel import (
     progress_line,
     react_to_widgets,
 )
+from ..display.tables import html_table, text_table
 from ..display.plots import can_be_drawn, figures_as_png, loss_figure, save_png
 from .commands import train_command
 from .outputs import copy_to_kept
@@ -35,7 +36,7 @@ from ..run.answering import Answer, Answering
 from ..run.config import RunConfig
 from ..run.errors import ConfigError, briefly
 from ..run.failures import end_of_log, ending, failure_of, find_log, tail
-from ..run.numbers import age
+from ..run.numbers import age, duration, span
 from ..run.processes import is_alive, is_stopped, processes_of
 from ..run.run_dir import BY_SIGNAL, FINAL_STATES, LIVE_STATES, RunDir
 
@@ -229,6 +230,30 @@ def _losses_over(run: "_RunInfo", over: "Iterable[_RunInfo | str | Path]") -> An
     laid_over = [(other.name, other.metrics, _before(other.status)) for other in others]
     return loss_figure(run.metrics, run.name, _before(run.status), laid_over)
 
+# %% ../../nbs/launcher/09_run.ipynb #fb730827
+class _Attempts(list[dict[str, Any]]):
+    "The starts of a run."
+
+    _COLUMNS = ("started", "state", "steps", "processes", "took")
+
+    @staticmethod
+    def _row(attempt: dict[str, Any]) -> tuple[str, ...]:
+        launched, ended, first = (attempt.get(k) for k in ("launched", "ended", "first_step"))
+        is_timed = None not in (launched, ended)
+        return (
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(launched)) if launched else "-",
+            attempt["state"],
+            "-" if first is None else span(first, max(first, attempt.get("step") or 0)),
+            str(attempt.get("world_size") or "-"),
+            duration(ended - launched) if is_timed else "-",
+        )
+
+    def __repr__(self) -> str:
+        return text_table(map(self._row, self), self._COLUMNS)
+
+    def _repr_html_(self) -> str:
+        return html_table(map(self._row, self), self._COLUMNS)
+
 # %% ../../nbs/launcher/09_run.ipynb #886c111c
 class _RunInfo:
     "The readable side of a run: its state, attempts, failure, metrics, logs and loss."
@@ -263,12 +288,14 @@ class _RunInfo:
         return state
 
     @property
-    def attempts(self) -> list[dict[str, Any]]:
-        """The starts of this run in this directory, oldest first, each with `state launched ended
-        step world_size`; steps are counted from the base model."""
+    def attempts(self) -> "_Attempts":
+        """The starts of this run in this directory, oldest first, shown as a table.
+
+        Each has `state launched ended first_step step world_size`, with times in seconds since
+        1970 and steps counted from the base model."""
         status = self.status
         now = {**attempt_of(status), "state": self.state}
-        return [*status.get("attempts", []), now]
+        return _Attempts([*status.get("attempts", []), now])
 
     @property
     def failure(self) -> Exception | None:
@@ -294,7 +321,7 @@ class _RunInfo:
 
         The losses of the runs in `over` are laid over it: a `Run`, a run's directory, or its name
         under the same root."""
-        return _losses_over(self, [over] if isinstance(over, str) else over)
+        return _losses_over(self, [over] if isinstance(over, str | Path | _RunInfo) else over)
 
     def next_config(self) -> RunConfig | None:
         """Return the settings of the next slice, for `launch`, or None at the end of the data.

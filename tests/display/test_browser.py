@@ -71,7 +71,7 @@ def test_fill_the_form_run_stop_restart_attach_and_resume(place, shots):
     page.screenshots(shots, "live", page.output(0).locator(".jp-OutputArea-child:has(svg)").first)
     page.click("Stop (saves)")
     page.wait_for_text("stopped", 30, 0)
-    page.wait_for_text("the same settings again continue", 10, 0)
+    page.wait_for_text("resumes from that checkpoint", 10, 0)
     page.restart_kernel()
     page.run_cell(1)
     page.wait_for_text(re.compile(r"opt-tiny_0-4000-step-\d+ \("), 10, 1)

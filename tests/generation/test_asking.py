@@ -105,7 +105,7 @@ def test_what_cannot_be_answered(asked, tmp_path):
         run.ask("why " * 600)
     empty = RunDir.create(RunConfig(run_root=str(tmp_path)))
     empty.update_status(state="stopped")
-    with pytest.raises(CheckpointError, match="has no model"):
+    with pytest.raises(CheckpointError, match="has neither an export nor a checkpoint"):
         Run(empty).ask("Why?")
 
 
