@@ -254,6 +254,11 @@ class _Attempts(list[dict[str, Any]]):
     def _repr_html_(self) -> str:
         return html_table(map(self._row, self), self._COLUMNS)
 
+
+def _attempts(status: dict[str, Any], state: str) -> _Attempts:
+    "Return the starts of a run with this `status`, the last of which is in this `state`."
+    return _Attempts([*status.get("attempts", []), {**attempt_of(status), "state": state}])
+
 # %% ../../nbs/launcher/09_run.ipynb #886c111c
 class _RunInfo:
     "The readable side of a run: its state, attempts, failure, metrics, logs and loss."
@@ -293,9 +298,7 @@ class _RunInfo:
 
         Each has `state launched ended first_step step world_size`, with times in seconds since
         1970 and steps counted from the base model."""
-        status = self.status
-        now = {**attempt_of(status), "state": self.state}
-        return _Attempts([*status.get("attempts", []), now])
+        return _attempts(self.status, self.state)
 
     @property
     def failure(self) -> Exception | None:
