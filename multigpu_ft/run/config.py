@@ -80,7 +80,7 @@ class _RunSettings(_Settings):
     run_name: str | None = _field(
         None,
         "run",
-        "name of the run directory; empty: model and slice. The same name resumes that run; under other settings it gets a number",
+        "name of the run directory; empty: model and slice. The same name resumes that run",
     )
     seed: int = _field(
         0, "run", "seed of the sample order and of every random number", low=0, high=2**31 - 1
