@@ -252,9 +252,8 @@ def find_origin(
     directory = home[0] if home else None
     if any(run.checkpoints for run in same):
         return Origin(_line_of(same, runs), directory)
-    others = [run for run in here if run.checkpoints]
-    remarks = [_not_continued(max(others, key=lambda run: run.newest))] if others else []
     head = _head(cfg, rows, runs, here, asked, num_rows)
+    remarks = [] if head and not here else _not_continued(cfg, here or [*runs.values()], num_rows)
     return Origin(_line_of(head, runs), directory, remarks)
 
 
@@ -283,9 +282,16 @@ def _same_run(cfg: RunConfig, here: list[_Earlier], asked: str | None) -> list[_
     return sorted(best, key=lambda run: run.newest, reverse=True)
 
 
-def _not_continued(run: _Earlier) -> str:
-    why = "; ".join(run.differ[:3]) or "it has another run_name"
-    return f"does not continue {run.name}: {why}"
+def _not_continued(cfg: RunConfig, runs: list[_Earlier], num_rows: int | None) -> list[str]:
+    "Return a remark on the newest of `runs`, which a run with `cfg` might be expected to continue."
+    saved = [run for run in runs if run.checkpoints]
+    if not saved:
+        return []
+    run = max(saved, key=lambda run: run.newest)
+    theirs = run.rows(cfg, num_rows)
+    is_here = theirs == _rows(cfg, num_rows)
+    other = "it has another run_name" if is_here or not theirs else f"its rows are {span(*theirs)}"
+    return [f"does not continue {run.name}: {'; '.join(run.differ[:3]) or other}"]
 
 # %% ../../nbs/checkpoints/04_discovery.ipynb #cb89f04c
 def _head(
@@ -300,8 +306,7 @@ def _head(
 
     Raises `ConfigError` in doubt."""
     other = [run for run in runs.values() if run.checkpoints and run not in here]
-    first_rows = {run.name: (run.rows(cfg, num_rows) or (-1, -1))[0] for run in other}
-    earlier = [run for run in other if first_rows[run.name] < cfg.start_idx] or other
+    earlier = [r for r in other if (r.rows(cfg, num_rows) or (-1, -1))[0] < cfg.start_idx]
     fit = [run for run in earlier if not run.differ]
     continued = {ancestor.name for run in fit for ancestor in _ancestors(run, runs)}
     heads = [run for run in fit if run.name not in continued]

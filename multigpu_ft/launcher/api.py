@@ -195,7 +195,8 @@ def _launch_run(
         f"on node {other}: {node_command(run_dir.config().replace(run_root=cfg.run_root), other, node.rdzv)}"
         for other in others
     ]
-    lines = [origin.words, *remarks, *commands]
+    taken = _name_is_taken(cfg, run_dir, origin.same_run)
+    lines = [origin.words, *remarks, *taken, *commands]
     say("\n".join(f"{run_dir.name}: {line}" for line in lines))
     parent = {} if detach else {"launcher": os.getpid()}
     run_dir.update_status(
@@ -316,6 +317,13 @@ def _find_start(cfg: RunConfig, end_idx: int | None, num_rows: int | None) -> _S
     if same_run and same_run.name == whose:
         return _Start(f"resumes from its checkpoint {newest.name}", remarks, None, same_run)
     return _Start(f"{what} checkpoint {newest.name} of {whose}", remarks, None, same_run)
+
+
+def _name_is_taken(cfg: RunConfig, run_dir: RunDir, same_run: RunDir | None) -> list[str]:
+    name = run_dir.main.name
+    if not cfg.run_name or same_run or name == cfg.run_name:
+        return []
+    return [f"run_name={cfg.run_name!r} is taken by a run with other settings or rows"]
 
 
 def _open_directory(

@@ -82,7 +82,8 @@ def test_the_ledger_reports_gaps_overlaps_and_repeats_before_training(
     gap = launch(cfg.replace(start_idx=30, end_idx=40, max_steps=1, nproc=1, batch_size=4))
     told = ["rows 24–30 are left out: the slices so far end at row 24, this one starts at row 30"]
     assert remarks(gap) == told and told[0] in capsys.readouterr().err
-    repeat = server.finish(cfg.replace(end_idx=16))
+    newest = str(gap.dir.checkpoints()[-1])
+    repeat = server.finish(cfg.replace(end_idx=16, resume_file=newest))
     assert remarks(repeat) == [
         "slice 0–16 was trained before (1 epoch(s)); it is now trained again",
         "rows 12–16 were trained before, in slice 12–24; they are now trained again",

@@ -131,6 +131,27 @@ def test_another_experiment_starts_from_the_base_model(cfg, capfd, other, why):
     )
 
 
+@pytest.mark.parametrize("name", [None, "longer"])
+def test_more_rows_from_the_same_start_are_another_experiment(cfg, capfd, name):
+    launch(cfg)
+    launch(following(cfg))
+    capfd.readouterr()
+    longer = launch(cfg.replace(end_idx=60, run_name=name))
+    said = capfd.readouterr().err
+    assert origin(longer) is None and longer.status["first_step"] == 1
+    assert "starts from the base model" in said and "does not continue opt-tiny_40-80" in said
+    assert "its rows are 40–80" in said
+    assert origin(launch(cfg.replace(end_idx=20))) is None
+
+
+def test_a_name_that_is_taken_is_said(cfg, capfd):
+    launch(cfg.replace(run_name="mine"))
+    second = launch(cfg.replace(run_name="mine", learning_rate=1e-4))
+    assert second.name == "mine-2"
+    said = capfd.readouterr().err
+    assert "mine-2: run_name='mine' is taken by a run with other settings or rows" in said
+
+
 def test_rows_that_follow_a_run_with_other_settings_are_in_doubt(cfg):
     launch(cfg)
     changed = following(cfg, learning_rate=1e-4)
