@@ -343,6 +343,18 @@ class _Draft:
         return self.valid or RunConfig(**self.values)
 
     @property
+    def nearest(self) -> RunConfig | None:
+        "The configuration without the fields that are wrong, for a look at its data."
+        if self.valid:
+            return self.valid
+        usual = dict(_start(self.preset))
+        values = {k: usual[k] if k in self.errors else v for k, v in self.values.items()}
+        try:
+            return RunConfig(**values)
+        except ConfigError:
+            return None
+
+    @property
     def call(self) -> str:
         return _call(self.config, self.preset)
 
@@ -1006,9 +1018,10 @@ class _LiveForm:
         with self._lock:
             widgets, of_data = self._widgets, self._draft.of_data
             draft = _Draft.read(widgets.picker.value, widgets.fields.values(), of_data)
+            draft = draft if (about := draft.nearest) else replace(draft, of_data={})
             self._runner.doubts.forget(unless=draft.valid)
             self._show(draft)
-            self._data.look(draft.valid)
+            self._data.look(about)
 
     def _show(self, draft: _Draft) -> None:
         with self._lock:
@@ -1029,7 +1042,7 @@ class _LiveForm:
 
     def _on_found(self, cfg: RunConfig, errors: dict[str, str]) -> None:
         with self._lock:
-            if cfg == self._draft.valid:
+            if cfg == self._draft.nearest:
                 self._show(replace(self._draft, of_data=errors))
                 self._show_record()
 

@@ -382,6 +382,18 @@ def test_files_columns_and_rows_are_checked_beside_their_fields(tmp_path):
     until(lambda: "✗" not in f._widgets.message.value, 5, "no errors")
 
 
+def test_data_are_checked_while_another_field_is_wrong(tmp_path):
+    path = tmp_path / "reviews.csv"
+    path.write_text("text,stars\n" + "good,1\nbad,0\n" * 10)
+    f = form()
+    f.inputs["dataset"].value = str(tmp_path / "review.csv")
+    until(lambda: "✗ dataset" in note(f, "dataset"), 5, "a missing file")
+    f.inputs["batch_size"].value = "0"
+    f.inputs["dataset"].value, f.inputs["text_field"].value = str(path), "txt"
+    until(lambda: "✗" not in note(f, "dataset"), 5, "the corrected file")
+    assert "✗" in note(f, "batch_size") and "did you mean 'text'" in note(f, "text_field")
+
+
 def test_run_looks_at_the_data_again_and_starts_nothing_that_must_fail(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n' * 8)

@@ -110,4 +110,5 @@ def _legend(cfg: RunConfig) -> str:
 def preview_html(cfg: RunConfig) -> str:
     "Return the first examples of `cfg`'s slice as HTML. Raises `DataError`."
     shown = "".join(_example_html(example, cfg.max_length) for example in _ask(cfg))
-    return f"<div>{_legend(cfg)}</div>{shown}"
+    # JupyterLab would typeset what stands between two dollar signs
+    return f'<div class="tex2jax_ignore mathjax_ignore"><div>{_legend(cfg)}</div>{shown}</div>'

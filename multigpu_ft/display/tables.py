@@ -47,7 +47,8 @@ def html_table(
         lines.append(_html_row(row, [first, *["td"] * (len(row) - 1)], style))
     body = "".join(lines)
     table = f'<table style="border-collapse:collapse;border:0">{body}</table>'
-    return f'<div style="overflow-x:auto">{table}</div>'
+    # JupyterLab would typeset what stands between two dollar signs
+    return f'<div class="tex2jax_ignore mathjax_ignore" style="overflow-x:auto">{table}</div>'
 
 
 def _html_row(row: Sequence[Any], tags: list[str], style: str) -> str:
