@@ -48,7 +48,9 @@ def test_fill_the_form_run_stop_restart_attach_and_resume(place, shots):
         + "f = form(RunConfig(run_root='runs', packing='padded', save_every=50, nproc=1))\nf",
         IMPORTS + "run = Run.attach('runs/mine')",
         IMPORTS + "runs('runs')",
-        IMPORTS + "again = launch(Run('runs/mine').config.replace(run_name='again', max_steps=5))",
+        IMPORTS
+        + "run = Run('runs/mine')\n"
+        + "again = launch(run.config.replace(max_steps=run.status['step'] + 5))",
     )
     page = here.open(notebook)
     page.run_cell(0)
@@ -77,11 +79,9 @@ def test_fill_the_form_run_stop_restart_attach_and_resume(place, shots):
     page.wait_for_text(re.compile(r"opt-tiny_0-4000-step-\d+ \("), 10, 1)
     page.screenshots(shots, "stopped", page.output(1))
     page.run_cell(3, wait=90)
-    page.wait_for_text(
-        re.compile(r"continues from checkpoint opt-tiny_0-4000-step-\d+ of mine"), 10, 3
-    )
+    page.wait_for_text(re.compile(r"resumes from its checkpoint opt-tiny_0-4000-step-\d+"), 10, 3)
     page.run_cell(2)
-    page.wait_for_text("again", 5, 2)
+    page.wait_for_text(re.compile(r"mine\s+done"), 5, 2)
     page.screenshots(shots, "runs", page.output(2))
 
 
