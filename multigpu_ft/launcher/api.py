@@ -173,8 +173,6 @@ def _launch_run(
     cfg = _settings_here(cfg, node)
     num_rows = count_rows(cfg)
     end_idx = cfg.slice_end(num_rows) if num_rows is not None else None
-    if num_rows is not None:
-        _check_texts(cfg, num_rows)
     if node and node.rank:
         origin = _Start(f"node {node.rank} of {cfg.nnodes}, goes where node 0 goes, at {node.rdzv}")
     else:
@@ -184,6 +182,8 @@ def _launch_run(
         if origin.same_run and not node and _is_complete(origin.same_run, cfg, num_rows):
             return _show_complete(origin.same_run, wait, panel)
         origin.remarks[:0] = access
+    if num_rows is not None:
+        _check_texts(cfg, num_rows)
     plan, doubts = plan_memory(cfg, force)
     remarks = [*origin.remarks, *doubts]
     run_dir = _open_directory(cfg, node, end_idx, origin.same_run)

@@ -56,7 +56,7 @@ REFUSED = [
     ("launch(RunConfig(dataset='row.jsonl'))", "DataError: dataset 'row.jsonl': .*rows.jsonl"),
     (
         "launch(RunConfig(dataset='rows.jsonl', start_idx=100))",
-        "DataError: slice 100-.*the highest start_idx is 49",
+        "DataError: slice 100–.*the highest start_idx is 49",
     ),
     (
         "launch(RunConfig(dataset='rows.jsonl', end_idx=40, eval_start_idx=30, eval_end_idx=50))",
