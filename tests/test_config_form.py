@@ -702,7 +702,7 @@ def test_nothing_moves_or_overflows_while_one_types(lab, shots, width):
     (here.folder / "reviews.csv").write_text("text,stars\n" + "good,1\nbad,0\n" * 20)
     page = here.open(make_notebook(here.folder / "a.ipynb", FORM))
     page.run_cell(0)
-    page.wait_for_text("papermill", 30, 0)
+    page.wait_for_text("multigpu-ft train", 30, 0)
     place = top(page, "Run")
     page.type("dataset", "review.csv")
     page.wait_for_text("file not found", 20, 0)
@@ -728,7 +728,7 @@ def test_the_saved_notebook_shows_what_was_run_without_a_kernel(lab, shots):
     notebook = make_notebook(here.folder / "a.ipynb", FORM)
     page = here.open(notebook)
     page.run_cell(0)
-    page.wait_for_text("papermill", 30, 0)
+    page.wait_for_text("multigpu-ft train", 30, 0)
     assert not page.page.get_by_text("not run; in the form:").is_visible()
     for name, value in {
         "run_name": "mine",
