@@ -126,7 +126,10 @@ def reopen(run_dir: RunDir, cfg: RunConfig) -> None:
     status = run_dir.status()
     if "launched" in status:
         gone = dict.fromkeys(name for name in _OF_AN_ATTEMPT if name in status)
-        attempts = [*status.get("attempts", []), attempt_of(status)]
+        # a killed run had no time to write its last step to its status
+        logged = [metrics["step"] for metrics in run_dir.recent_metrics(1)]
+        ended = {**status, "step": max([status.get("step", 0), *logged])}
+        attempts = [*status.get("attempts", []), attempt_of(ended)]
         run_dir.update_status(**gone, attempts=attempts, remarks=[], attempt_first_step=None)
     reset_status(run_dir)
     clear_attempt(run_dir)
