@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -359,23 +360,13 @@ def test_max_hours_stops_in_time_saves_and_says_so(material, run_root, slow_step
     assert time.monotonic() - started < 0.014 * 3600 + 10
     run = Run(next(run_root.iterdir()))
     assert run.state == "stopped" and saved_what_it_did(run)
-    assert (
-        "beyond max_hours=0.014; it stops and saves after about step" in done.stderr
-        and "resume    multigpu-ft train --run-root" in done.stdout
-    )
-    again = [
-        BIN / "multigpu-ft",
-        *done.stdout[done.stdout.index("resume    multigpu-ft ") + 22 :].split(),
-        "--max-hours",
-        "1",
-        "--max-steps",
-        "2",
-    ]
+    assert "beyond max_hours=0.014; it stops and saves after about step" in done.stderr
+    step = run.status["step"]
+    resume = re.search(r"resume +multigpu-ft (train --run-root .*)", done.stdout)[1].split()
+    again = [BIN / "multigpu-ft", *resume, "--max-hours", "1", "--max-steps", str(step + 2)]
     assert subprocess.run(again, capture_output=True, text=True, timeout=120).returncode == 0
-    assert (
-        Run(max(run_root.iterdir(), key=lambda p: p.stat().st_mtime)).metrics[0]["step"]
-        == run.status["step"] + 1
-    )
+    assert [path.name for path in run_root.iterdir()] == [run.name]
+    assert run.status["attempt_first_step"] == step + 1 and run.metrics[-1]["step"] == step + 2
 
 
 def test_sigterm_to_the_command_saves(material, run_root):
