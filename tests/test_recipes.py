@@ -134,7 +134,7 @@ def test_a_long_run_leaves_a_small_notebook(recipe, tmp_path, material):
         "display_data",
     ]
     assert (
-        "step 1500/1500" in outputs(recipe / "out.ipynb")
+        "step 1,500/1,500" in outputs(recipe / "out.ipynb")
         and (recipe / "out.ipynb").stat().st_size < 100_000
     )
 
