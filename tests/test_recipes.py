@@ -29,12 +29,6 @@ def test_slices_one_after_the_other(recipe):
         "-p",
         "end_idx",
         "64",
-        "-p",
-        "packing",
-        "padded",
-        "-p",
-        "batch_size",
-        "8",
         cwd=recipe,
     )
     assert first.returncode == 0, first.stderr[-3000:]
