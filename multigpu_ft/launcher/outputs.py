@@ -125,9 +125,13 @@ def _folder_for(run: RunDir, folder: Path) -> Path:
             return path
 
 
-def _identity(path: Path) -> tuple[str, float | None]:
-    "Return what differs between two runs with the same name."
-    return (path / "config.json").read_text(), RunDir(path).status().get("launched")
+def _identity(path: Path) -> str | float:
+    """Return what differs between two runs with the same name: the time of the first start.
+
+    Without one, it is the settings."""
+    status = RunDir(path).status()
+    first = (status.get("attempts") or [status])[0].get("launched")
+    return (path / "config.json").read_text() if first is None else first
 
 
 def _not_kept(name: str, kept: Path, reason: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from multigpu_ft.checkpoints.manifest import commit, digest
-from multigpu_ft.launcher import outputs
+from multigpu_ft.launcher import outputs, restarts
 from multigpu_ft.run.config import RunConfig
 from multigpu_ft.run.run_dir import PARTIAL, RunDir
 
@@ -72,6 +72,15 @@ def test_another_run_of_that_name_is_left_alone(run, tmp_path):
     second, _ = outputs.keep_outputs(run.path, tmp_path / "out")
     assert second.name == f"{kept.name}-2" and RunDir(kept).status()["launched"] == 1.0
     assert outputs.keep_outputs(run.path, tmp_path / "out")[0] == second
+
+
+def test_a_run_that_was_started_again_has_one_copy(tmp_path):
+    run = RunDir.create(RunConfig(run_root=str(tmp_path / "runs")))
+    run.update_status(state="stopped", launched=1.0)
+    kept, _ = outputs.keep_outputs(run.path, tmp_path / "kept")
+    restarts.reopen(run, run.config().replace(save_every=5))
+    run.update_status(launched=2.0)
+    assert outputs.keep_outputs(run.path, tmp_path / "kept")[0] == kept
 
 
 def test_a_checkpoint_that_does_not_fit_is_reported_and_the_old_one_stays(
