@@ -179,7 +179,7 @@ def _launch_run(
         sweep(Path(cfg.run_root))
         access = check_access(cfg)
         origin = _find_start(cfg, end_idx, num_rows)
-        if origin.same_run and not node and _is_complete(origin.same_run, cfg, num_rows):
+        if origin.same_run and not node and _is_complete(origin.same_run, cfg):
             return _show_complete(origin.same_run, wait, panel)
         origin.remarks[:0] = access
     if num_rows is not None:
@@ -346,7 +346,7 @@ _DECIDE_LENGTH = (
 )
 
 
-def _is_complete(run_dir: RunDir, cfg: RunConfig, num_rows: int | None) -> bool:
+def _is_complete(run_dir: RunDir, cfg: RunConfig) -> bool:
     """Return whether the run has trained and exported all that `cfg` asks for.
 
     Raises `ConfigError` if it is to train more, but its checkpoints were deleted."""
@@ -357,15 +357,17 @@ def _is_complete(run_dir: RunDir, cfg: RunConfig, num_rows: int | None) -> bool:
     except ValueError:  # from another version
         return False
     changed = [name for name in _DECIDE_LENGTH if getattr(before, name) != getattr(cfg, name)]
-    if changed and not run_dir.checkpoints():
+    has_checkpoints = bool(run_dir.checkpoints())
+    if changed and not has_checkpoints:
         raise ConfigError(
             f"{run_dir.name} is done, and later runs have replaced its checkpoints, so it can't "
             f"train more with another {changed[0]}. To train these rows on top of the newest "
             "checkpoint, name that one with resume_file; with another run_name, they start from the "
             "base model."
         )
-    # with a repository, the ranks upload what is still missing there
-    return not changed and not cfg.hf_repo and any((run_dir.path / "export").iterdir())
+    # with a repository, ranks upload what is missing there; without a checkpoint they would train again
+    is_uploaded = not cfg.hf_repo or not has_checkpoints
+    return not changed and is_uploaded and any((run_dir.path / "export").iterdir())
 
 
 def _show_complete(run_dir: RunDir, wait: bool, panel: bool | CellOutput | None) -> Run:

@@ -9,6 +9,7 @@ import pytest
 from harness.runs import multigpu_ft, ranks, running, until
 
 from multigpu_ft import ConfigError, Run, RunConfig, launch, runs
+from multigpu_ft.launcher import api
 from multigpu_ft.run.errors import DataError
 
 
@@ -182,6 +183,8 @@ def test_nothing_to_do_is_not_done(cfg, capfd):
     shutil.rmtree(more.dir.path / "checkpoints")
     (more.dir.path / "checkpoints").mkdir()
     assert launch(cfg.replace(num_epochs=2)).state == "nothing to do", "whatever its checkpoints"
+    with_repository = more.config.replace(hf_repo="jane/model")
+    assert api._is_complete(more.dir, with_repository), "ranks would train it again"
     with pytest.raises(ConfigError, match="can't train more with another num_epochs"):
         launch(cfg.replace(num_epochs=3))
 
