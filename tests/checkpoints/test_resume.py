@@ -551,7 +551,8 @@ def test_a_moved_series_continues_even_with_a_run_of_another_version(tmp_path):
     moved = project.rename(tmp_path / "moved")
     there = Slices(cfg.replace(run_root=str(moved / "runs"), dataset=str(moved / "texts.jsonl")))
     assert [row["state"] for row in there.table()] == ["done", "done", "to do"]
-    assert [c.name for c in find_checkpoints(there.config)] == [checkpoint.name], (
+    third = there.config.replace(start_idx=40, end_idx=60)
+    assert [c.name for c in find_checkpoints(third)] == [checkpoint.name], (
         "the third slice continues from it"
     )
     strange = RunDir.create(there.config)
