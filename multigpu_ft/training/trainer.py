@@ -33,7 +33,7 @@ from ..run.config import RunConfig
 from ..run.environment import outputs_folder
 from ..run.experiment import nothing_left
 from ..run.processes import IDLE, LEFT, StopSignal, leave, torchrun_number, write_error
-from ..run.run_dir import NOTHING_TO_DO, RunDir
+from ..run.run_dir import FINISHED_STATES, NOTHING_TO_DO, RunDir
 from ..run.secrets import hide_secrets
 from ..tracking.histograms import histograms
 from ..tracking.metrics import Interval, Stopwatch, flops_per_token
@@ -554,7 +554,7 @@ def train(training: Training) -> dict[str, Any]:
     is_complete = _train_epochs(training)
     state = "stopped"
     if is_complete:
-        state = "done" if training.first_step else NOTHING_TO_DO
+        state = "done" if _made_steps(training) else NOTHING_TO_DO
     else:
         rank.run_log.status(state="stopping")
     outcome: dict[str, Any] = {"state": state}
@@ -590,6 +590,17 @@ def _export(training: Training) -> dict[str, Any]:
     return outcome
 
 
+def _made_steps(training: Training) -> bool:
+    """Return whether the run has made the steps of its plan, and not only found them made.
+
+    An earlier process may have made them and died before it could export. A collective."""
+    if training.first_step:
+        return True
+    told = training.rank.world.from_main(training.rank.run_dir.status())
+    was_finished = any(a["state"] in FINISHED_STATES for a in told.get("attempts", []))
+    return not was_finished and told["first_step"] <= training.progress.step
+
+
 def _was_measured(rank: Rank) -> bool:
     "Return whether the run has been evaluated before its first step. A collective."
     return rank.world.from_main(bool(rank.run_dir.status().get("eval_before")))
@@ -598,7 +609,7 @@ def _was_measured(rank: Rank) -> bool:
 def _message(training: Training) -> str | None:
     "Return what the user should know of a run that made few steps, or none."
     cfg, schedule, texts = training.cfg, training.schedule, training.data.slice
-    if not training.first_step:
+    if not _made_steps(training):
         early = training.evaluations.patience_is_over
         return nothing_left(cfg, (texts.start_idx, texts.end_idx), texts.num_rows, early)
     if (

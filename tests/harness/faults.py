@@ -30,7 +30,7 @@ import psutil
 
 from multigpu_ft import RunConfig, RunDir, launch
 from multigpu_ft.checkpoints.discovery import sweep
-from multigpu_ft.run.run_dir import PARTIAL
+from multigpu_ft.run.run_dir import FINISHED_STATES, PARTIAL
 
 TEXTS, WORDS, MAX_LENGTH = 48, 40, 32
 FIRST_ID = 4 + WORDS  # tokens from here on name one text each
@@ -433,7 +433,8 @@ class Kills:
             if attempt < more:
                 kills.append(self.kill(rng, run_dir, agent, self.seconds[number]))
             wait_for_end(run_dir, agent)
-            if run_dir.status()["state"] == "done":
+            # nothing to do: the kill came after the last step's checkpoint
+            if run_dir.status()["state"] in FINISHED_STATES:
                 break
             if attempt >= more:
                 raise AssertionError(f"seed {seed}: {run_dir.log_file(0).read_text()[-3000:]}")

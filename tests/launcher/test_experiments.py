@@ -189,6 +189,19 @@ def test_nothing_to_do_is_not_done(cfg, capfd):
         launch(cfg.replace(num_epochs=3))
 
 
+def test_a_run_killed_in_its_export_is_done_by_the_next_launch(cfg):
+    run = launch(cfg)
+    shutil.rmtree(run.dir.path / "export")
+    # as in a run that was killed there
+    run.dir.update_status(state="running", activity="exporting the model")
+    again = launch(cfg)
+    assert again.state == "done" and again.dir.path == run.dir.path and not again.status["message"]
+    assert list((run.dir.path / "export").glob("*.safetensors"))
+    assert [attempt["state"] for attempt in again.attempts] == ["failed", "done"]
+    assert [m["step"] for m in again.metrics] == [m["step"] for m in run.metrics]
+    assert launch(cfg).state == "nothing to do"
+
+
 def test_runs_of_an_earlier_version_keep_working(cfg):
     "Its resumed runs have a directory each, and neither records the name that was asked for."
     first = launch(cfg.replace(max_steps=4))
