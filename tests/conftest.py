@@ -136,6 +136,8 @@ def kernel(tmp_path):
 def failing_rank(tmp_path):
     """Return an environment in which rank 1 raises `ZeroDivisionError` after its third step.
 
+    With FAIL_AFTER_A_SAVE in it, it waits for a checkpoint, which another thread writes.
+
     Python loads the fault from a sitecustomize module, so the package doesn't know about it."""
     folder = tmp_path / "fault"
     folder.mkdir()
@@ -144,7 +146,10 @@ def failing_rank(tmp_path):
         "def fail(*_):\n"
         "    try: lines = open(os.path.join(sys.argv[1], 'metrics.jsonl')).read().count(chr(10))\n"
         "    except (OSError, IndexError): return\n"
-        "    if lines >= 3:\n"
+        "    from glob import glob\n"
+        "    waits = os.environ.get('FAIL_AFTER_A_SAVE')\n"
+        "    saved = glob(os.path.join(sys.argv[1], 'checkpoints', '*', 'commit.json'))\n"
+        "    if lines >= 3 and (saved or not waits):\n"
         "        signal.setitimer(signal.ITIMER_REAL, 0)\n"
         "        raise ZeroDivisionError('planted in rank 1')\n"
         "if os.environ.get('RANK') == '1':\n"

@@ -201,13 +201,16 @@ def _is_commit(body: Any) -> bool:
 
 
 def saved_at(checkpoint: Path) -> float:
-    "Return when a checkpoint was committed, in seconds since 1970."
+    "Return when a checkpoint was committed, in seconds since 1970; 0 if it was just deleted."
     try:
         return read_commit(checkpoint)["time"]
     except CheckpointError:
         # A damaged checkpoint keeps its place in the order.
-        commit = checkpoint / COMMIT_FILE
-        return (commit if commit.exists() else checkpoint).stat().st_mtime
+        for path in (checkpoint / COMMIT_FILE, checkpoint):
+            with suppress(FileNotFoundError):
+                return path.stat().st_mtime
+        # Ranks delete older ones while the notebook lists them.
+        return 0.0
 
 # %% ../../nbs/run/05_run_dir.ipynb #68e6c871
 class _NodeDir:

@@ -597,7 +597,8 @@ def _made_steps(training: Training) -> bool:
     if training.first_step:
         return True
     told = training.rank.world.from_main(training.rank.run_dir.status())
-    was_finished = any(a["state"] in FINISHED_STATES for a in told.get("attempts", []))
+    earlier = [attempt["state"] for attempt in told.get("attempts", [])]
+    was_finished = earlier[-1] in FINISHED_STATES if earlier else "export" in told
     return not was_finished and told["first_step"] <= training.progress.step
 
 

@@ -200,6 +200,9 @@ def test_a_run_killed_in_its_export_is_done_by_the_next_launch(cfg):
     assert [attempt["state"] for attempt in again.attempts] == ["failed", "done"]
     assert [m["step"] for m in again.metrics] == [m["step"] for m in run.metrics]
     assert launch(cfg).state == "nothing to do"
+    more = launch(cfg.replace(num_epochs=2))
+    more.dir.update_status(state="running", activity="exporting the model")
+    assert launch(cfg.replace(num_epochs=2)).state == "done", "the longer training, not the first"
 
 
 def test_runs_of_an_earlier_version_keep_working(cfg):
