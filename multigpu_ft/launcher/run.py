@@ -149,10 +149,13 @@ _OF_ONE_SLICE = (
 
 
 def _last_row(cfg: RunConfig, status: dict[str, Any]) -> int:
-    "Return the row up to which a run with this `status` can train: held-out rows are not for it."
+    """Return the row up to which a run with this `status` can train.
+
+    It ends before held-out rows, and where the schedule of its series does."""
+    last = status["num_rows"]
     if cfg.held_out and status["slice"][0] < cfg.held_out[0]:
-        return cfg.held_out[0]
-    return status["num_rows"]
+        last = cfg.held_out[0]
+    return min(last, cfg.schedule_end_idx or last)
 
 
 def _following_slice(cfg: RunConfig, status: dict[str, Any]) -> RunConfig | None:
