@@ -377,6 +377,6 @@ def test_a_script_of_plain_accelerate_code_runs_unchanged(tmp_path, capfd):
     assert "[0] loss 0.0" in said and "of 2 ranks" in said and "[1] loss" not in said
     with pytest.raises(RunFailed, match="rank 1 raised RuntimeError: planted") as error:
         launch(str(script), 0.1, "fail", nproc=2)
-    assert 'script.py", line 2' in str(error.value) and "runpy" not in str(error.value)
+    assert "script.py, line 2" in str(error.value) and "runpy" not in str(error.value)
     with pytest.raises(ConfigError, match="there is no script"):
         launch("no_such_script.py")

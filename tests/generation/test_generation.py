@@ -536,7 +536,7 @@ def test_watched_and_stopped_in_jupyterlab(models, lab, shots):
     page.run_cell(0, wait=0)
     page.wait_for_text(re.compile(r"of 16,000 sequences .* left"), 90, 0)
     page.wait_for_text(re.compile(r"[\d.]+ sequences/s"), 30, 0)
-    page.wait_for_text(re.compile(r"accepted [\d,]+ \(\d+%\)"), 30, 0)
+    page.wait_for_text(re.compile(r"accepted [\d,]+ \(\d+\s%\)"), 30, 0)
     page.screenshots(shots, "generate", page.output(0))
     assert "checkpoints" not in page.output(0).inner_text()
     page.click("Stop (saves)")

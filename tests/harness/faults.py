@@ -605,7 +605,8 @@ class Reshapes:
             nproc = rng.choice([n for n in (1, 2) if not runs or n != segments[-1][1]])
             strategy = rng.choice(["ddp", "fsdp"] if nproc == 2 else ["single", "ddp", "fsdp"])
             batch = rng.choice([b for b in range(1, rows + 1) if rows % (b * nproc) == 0])
-            # later segments keep the global batch, whatever their setting
+            # later segments keep the global batch, whatever their setting; with another one,
+            # only a checkpoint that is named is continued
             accum = rows // batch // nproc if not runs else rng.choice([1, 2, 3])
             steps = rng.randint(1, 6)
             cfg = self.config(
@@ -615,6 +616,7 @@ class Reshapes:
                 batch_size=batch,
                 accum_steps=accum,
                 max_steps=steps,
+                resume_file=str(runs[-1].checkpoints()[-1]) if runs else "auto",
                 **common,
             )
             runs.append(self.server.finish(cfg))
