@@ -29,6 +29,7 @@ from multigpu_ft.run.numbers import (
     change,
     data_size,
     duration,
+    frequency,
     held_out_changes,
     held_out_scores,
     loss_unit,
@@ -64,7 +65,7 @@ def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]
             parts.append(f"{TRAINING_LOSS} {score('loss', last['loss'])}")
         elif "sequences_per_second" in last:
             parts += [
-                f"{last['sequences_per_second']:,.3g} sequences/s",
+                frequency(last["sequences_per_second"], "sequences"),
                 *([f"accepted {_accepted(last)}"] if "accepted" in last else []),
             ]
         if "tokens_per_second" in last:
@@ -315,7 +316,7 @@ def _facts(cfg: RunConfig, status: dict[str, Any], curve: Curve) -> dict[str, tu
         made = last.get("sequences_per_second")
         failed = last.get("reward_errors")
         return {
-            "made": (f"{made:,.3g} sequences/s" if made else "", ""),
+            "made": (frequency(made, "sequences") if made else "", ""),
             "speed": _speed(last),
             "accepted": (_accepted(last) if "accepted" in last else "", ""),
             "reward": (f"failed on {failed:,}" if failed else "", ""),

@@ -35,7 +35,7 @@ from ..launcher.run import Run
 from ..run.config import RunConfig
 from ..run.environment import session_end
 from ..run.errors import ConfigError
-from ..run.numbers import percent
+from ..run.numbers import frequency, percent
 from ..run.parameters import documented
 from ..run.processes import is_alive
 from ..run.run_dir import RunDir, write_json
@@ -141,7 +141,7 @@ def _summary(made: dict[str, Any], status: dict[str, Any]) -> list[tuple[str, st
         lines.append(("kept", f"{accepted:,} ({share}), whose reward is high enough"))
     lines.append(("ended", f"{ended:,} by themselves, {sequences - ended:,} at the limit"))
     if made["made"]:
-        speed = f"{made['sequences_per_second']:,.3g} sequences/s"
+        speed = frequency(made["sequences_per_second"], "sequences")
         lines.append(("speed", f"{speed}, {made['tokens_per_second']:,.0f} tokens/s"))
     lines += [("written", f"{n:,} to {path}") for path, n in made.get("written", {}).items()]
     lines += [("remark", remark) for remark in status.get("remarks", [])]

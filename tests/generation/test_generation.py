@@ -523,7 +523,7 @@ def test_the_recipe_under_papermill(models, tmp_path):
 @pytest.mark.slow
 def test_watched_and_stopped_in_jupyterlab(models, lab, shots):
     here = lab(env={"OMP_NUM_THREADS": "1"})
-    ask = {**asked(models), "num_questions": 40, "num_sequences_per_question": 400}
+    ask = {**asked(models), "num_questions": 40, "num_sequences_per_question": 4000}
     page = here.open(
         make_notebook(
             here.folder / "g.ipynb",
@@ -534,15 +534,15 @@ def test_watched_and_stopped_in_jupyterlab(models, lab, shots):
         )
     )
     page.run_cell(0, wait=0)
-    page.wait_for_text(re.compile(r"of 16,000 sequences .* left"), 90, 0)
-    page.wait_for_text(re.compile(r"[\d.]+ sequences/s"), 30, 0)
-    page.wait_for_text(re.compile(r"accepted [\d,]+ \(\d+\s%\)"), 30, 0)
+    page.wait_for_text(re.compile(r"of 160,000 sequences .* left"), 90, 0)
+    page.wait_for_text(re.compile(r"[\d,.]+ sequences/s"), 30, 0)
+    page.wait_for_text(re.compile(r"accepted\s*[\d,]+ \(\d+\s%\)"), 30, 0)
     page.screenshots(shots, "generate", page.output(0))
     assert "checkpoints" not in page.output(0).inner_text()
     page.click("Stop (saves)")
     page.wait_for_text("the same call makes the rest", 60, 0)
     page.run_cell(1)
-    page.wait_for_text("of 16,000 to 40 questions", 30, 1)
+    page.wait_for_text("of 160,000 to 40 questions", 30, 1)
     page.screenshots(shots, "generate-stopped", page.output(0))
     assert not processes(here.folder / "traj.jsonl.run")
 
