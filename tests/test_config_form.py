@@ -360,12 +360,19 @@ def test_what_the_configuration_refuses_by_default_is_not_offered(name):
     assert name in config_form._idle(RunConfig())
 
 
-def test_files_columns_and_rows_are_checked_beside_their_fields(tmp_path):
+@pytest.fixture
+def misnamed(tmp_path):
+    "Return a form whose data set is misspelt, which it says, and the path that is meant."
     path = tmp_path / "reviews.csv"
     path.write_text("text,stars\n" + "good,1\nbad,0\n" * 10)
     f = form()
     f.inputs["dataset"].value = str(tmp_path / "review.csv")
     until(lambda: "✗ dataset" in note(f, "dataset"), 5, "a missing file")
+    return f, path
+
+
+def test_files_columns_and_rows_are_checked_beside_their_fields(misnamed):
+    f, path = misnamed
     assert "reviews.csv" in note(f, "dataset") and "file not found" in shown(f._widgets.message)
     f.inputs["dataset"].value = str(path)
     f.inputs["text_field"].value, f.inputs["end_idx"].value = "txt", "50"
@@ -382,12 +389,8 @@ def test_files_columns_and_rows_are_checked_beside_their_fields(tmp_path):
     until(lambda: "✗" not in f._widgets.message.value, 5, "no errors")
 
 
-def test_data_are_checked_while_another_field_is_wrong(tmp_path):
-    path = tmp_path / "reviews.csv"
-    path.write_text("text,stars\n" + "good,1\nbad,0\n" * 10)
-    f = form()
-    f.inputs["dataset"].value = str(tmp_path / "review.csv")
-    until(lambda: "✗ dataset" in note(f, "dataset"), 5, "a missing file")
+def test_data_are_checked_while_another_field_is_wrong(misnamed):
+    f, path = misnamed
     f.inputs["batch_size"].value = "0"
     f.inputs["dataset"].value, f.inputs["text_field"].value = str(path), "txt"
     until(lambda: "✗" not in note(f, "dataset"), 5, "the corrected file")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.discovery import size
-from .plots import Curve, curve_svg, notebook_shell
+from .plots import Curve, curve_svg, first_evaluation, notebook_shell
 from .tables import Html, html_table, short_html
 from ..run.config import RunConfig
 from ..run.failures import tail
@@ -375,9 +375,9 @@ def _failure_html(error: Exception) -> str:
 
 def _begin_curve(curve: Curve, status: dict[str, Any]) -> None:
     "Give `curve` the evaluation before the first step."
-    scores = status.get("eval_before") or {}
-    if scores.get("loss") is not None:
-        curve.before = (scores.get("step", status.get("first_step", 1) - 1), scores["loss"])
+    before = first_evaluation(status)
+    if before and before.get("loss") is not None:
+        curve.before = before["step"], before["loss"]
 
 # %% ../../nbs/display/03_panel.ipynb #31e83f6c
 def _losses(cfg: RunConfig, status: dict[str, Any], facts: dict[str, tuple[str, str]]) -> list[Any]:
@@ -413,13 +413,8 @@ def _steps_row(cfg: RunConfig, status: dict[str, Any], curve: Curve) -> tuple[st
     name, total = status.get("unit", "steps"), status.get("total_steps")
     if not total:
         return name, "none"
-    of = (
-        ""
-        if "unit" in status
-        else f" of slice {span(*status['slice'])}"
-        if "slice" in status
-        else ""
-    )
+    is_known = "slice" in status and "unit" not in status
+    of = f" of slice {span(*status['slice'])}" if is_known else ""
     hint = steps_hint(cfg, status)
     more = f'<br><span style="opacity:0.75">{escape(hint)}</span>' if hint else ""
     return name, f"{_steps_done(status, curve):,} of {total:,}{of}{more}"

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['INK', 'BLUE', 'ORANGE', 'GREEN', 'picture_style', 'new_figure', 'whole_numbers', 'png_bytes', 'notebook_shell',
-           'evaluations', 'can_be_drawn', 'loss_figure', 'figures_as_png', 'save_png', 'Curve', 'curve_svg']
+           'evaluations', 'first_evaluation', 'can_be_drawn', 'loss_figure', 'figures_as_png', 'save_png', 'Curve',
+           'curve_svg']
 
 # %% ../../nbs/display/02_plots.ipynb #c4cc8fae
 import io
@@ -137,6 +138,14 @@ def evaluations(
         scores = {f"eval_{name}": value for name, value in before.items() if name != "step"}
         found = [{"step": before.get("step", 0), **scores}, *found]
     return found
+
+
+def first_evaluation(status: dict[str, Any]) -> dict[str, Any] | None:
+    "Return the evaluation before the first step of a run with this `status`, with its step."
+    if not status.get("eval_before"):
+        return None
+    # an earlier version did not record the step
+    return {"step": status.get("first_step", 1) - 1, **status["eval_before"]}
 
 
 def can_be_drawn(metrics: list[dict[str, Any]], before: dict[str, Any] | None) -> bool:

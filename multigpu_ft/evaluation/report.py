@@ -40,7 +40,7 @@ from multigpu_ft.evaluation.comparison import (
 )
 from .plots import pictures
 from .statistics import CONFIDENCE, DRAWS, ConfidenceInterval
-from ..run.numbers import percent, span
+from ..run.numbers import one_line, percent, span
 from ..run.run_dir import replace_file, write_json
 
 # %% ../../nbs/evaluation/06_report.ipynb #8a6d2a33
@@ -263,12 +263,6 @@ def _perplexity(loss: ConfidenceInterval | None) -> str:
 _SHORT = 60  # characters of a text in a terminal
 
 
-def _short(text: str, length: int = _SHORT) -> str:
-    "Return `text` in one line of at most `length` characters."
-    line = " ".join(text.split())
-    return line if len(line) <= length else f"{line[: length - 3].rstrip()}..."
-
-
 def _marked(predicted: str, label: str) -> str:
     "Return a predicted label with a mark that says if it is right."
     return f"{predicted} {'✓' if predicted == label else '✗'}"
@@ -336,7 +330,7 @@ def _text(compared: Compared, most_changed: list[dict[str, Any]]) -> str:
         head, *rows = _cells(compared, comparison)
         lines += ["", _about(comparison), text_table(rows, head)]
     for title, examples in _both_ways(most_changed, compared.target.unit):
-        head, rows = _example_cells(examples, _short)
+        head, rows = _example_cells(examples, lambda text: one_line(text, _SHORT))
         lines += ["", title, text_table(rows, head)]
     if compared.remarks:
         lines += ["", *(f"- {remark}" for remark in compared.remarks)]
@@ -458,7 +452,7 @@ _ELLIPSIS = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:no
 
 def _hovered(text: str, rem: int) -> Html:
     "Return what fits into `rem` of the beginning of `text`; all of it is shown under the mouse."
-    style, line = f"{_ELLIPSIS};max-width:{rem}rem", _html(_short(text, 200))
+    style, line = f"{_ELLIPSIS};max-width:{rem}rem", _html(one_line(text, 200))
     return Html(f'<span style="{style}" title="{_html(text)}">{line}</span>')
 
 

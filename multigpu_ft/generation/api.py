@@ -35,7 +35,7 @@ from ..launcher.run import Run
 from ..run.config import RunConfig
 from ..run.environment import session_end
 from ..run.errors import ConfigError
-from ..run.numbers import frequency, percent
+from ..run.numbers import frequency, one_line, percent
 from ..run.parameters import documented
 from ..run.processes import is_alive
 from ..run.run_dir import RunDir, write_json
@@ -79,7 +79,7 @@ class Answers(Sequence[dict[str, Any]]):
         lines = [f"{name:8}  {text}" for name, text in self._lines()]
         for record in _few(self):
             head, *others = _told(record)
-            lines += ["", *(f"{name:8}  {_one_line(text)}" for name, text in (head, *others))]
+            lines += ["", *(f"{name:8}  {one_line(text, _LINE)}" for name, text in (head, *others))]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -109,11 +109,6 @@ def _few(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             first.setdefault(json.dumps(record["messages"][:-1]), record)
     others = [record for record in records[: 2 * _SHOWN] if record not in first.values()]
     return [*first.values(), *others][:_SHOWN]
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _LINE else f"{line[: _LINE - 3].rstrip()}..."
 
 
 def _answers_html(records: list[dict[str, Any]]) -> str:

@@ -43,6 +43,7 @@ from ..models.quantization import to_evaluation_mode
 from ..run.answering import Answer as Told
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError, ConfigError, DataError, ModelError
+from ..run.numbers import percent
 from ..run.processes import leave, watch_parent
 from ..run.run_dir import RunDir
 from ..run.secrets import hide_secrets, use_secrets
@@ -234,7 +235,7 @@ class _Labeller:
             sorted(zip(self._names, shares, strict=True), key=lambda item: item[1], reverse=True)
         )
         label, share = next(iter(found.items()))
-        show(f"{label} ({share:.1%})")
+        show(f"{label} ({percent(share, 1)})")
         return {
             "text": label,
             "finish_reason": "label",

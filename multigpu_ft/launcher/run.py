@@ -28,7 +28,13 @@ from multigpu_ft.display.panel import (
     react_to_widgets,
 )
 from ..display.tables import html_table, text_table
-from ..display.plots import can_be_drawn, figures_as_png, loss_figure, save_png
+from multigpu_ft.display.plots import (
+    can_be_drawn,
+    figures_as_png,
+    first_evaluation,
+    loss_figure,
+    save_png,
+)
 from .commands import train_command
 from .outputs import copy_to_kept
 from .restarts import attempt_of
@@ -205,13 +211,6 @@ def _find_log(run_dir: RunDir, rank: int | str) -> Path:
     )
 
 # %% ../../nbs/launcher/09_run.ipynb #c11a9bf9
-def _before(status: dict[str, Any]) -> dict[str, Any] | None:
-    "Return the evaluation before the first step of a run with this `status`, with its step."
-    if not status.get("eval_before"):
-        return None
-    return {"step": status.get("first_step", 1) - 1, **status["eval_before"]}
-
-
 def _other(run: "_RunInfo", other: "_RunInfo | str | Path") -> "_RunInfo":
     "Return the run `other`, which may be a directory, or a name under the root of `run`."
     if isinstance(other, _RunInfo):
@@ -230,8 +229,8 @@ def _losses_over(run: "_RunInfo", over: "Iterable[_RunInfo | str | Path]") -> An
     "Return a figure of the losses of `run`, over which those of other runs are laid."
     figures_as_png()
     others = [_other(run, each) for each in over]
-    laid_over = [(other.name, other.metrics, _before(other.status)) for other in others]
-    return loss_figure(run.metrics, run.name, _before(run.status), laid_over)
+    laid_over = [(other.name, other.metrics, first_evaluation(other.status)) for other in others]
+    return loss_figure(run.metrics, run.name, first_evaluation(run.status), laid_over)
 
 # %% ../../nbs/launcher/09_run.ipynb #fb730827
 class _Attempts(list[dict[str, Any]]):
@@ -346,7 +345,7 @@ class _RunInfo:
 def _save_picture(run: _RunInfo) -> Path | None:
     "Save the loss picture in the run's report/."
     metrics, path = run.metrics, run.dir.path / "report" / "loss.png"
-    before = _before(run.status)
+    before = first_evaluation(run.status)
     if not can_be_drawn(metrics, before):
         return None
     try:

@@ -375,7 +375,7 @@ def _run_one(slices: Slices, settings: RunConfig, notebook: Path) -> bool:
             start_new_session=True,
         )
     line, interrupted = LiveLine(), False
-    number = f"slice {settings.start_idx}-{settings.end_idx}"
+    number = f"slice {span(settings.start_idx, settings.end_idx)}"
 
     def text() -> str:
         runs = started()

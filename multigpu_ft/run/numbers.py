@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRAINING_LOSS', 'FIRST_STEP_LOSS', 'SCORES', 'span', 'percent', 'data_size', 'rate', 'frequency', 'duration', 'age',
-           'shorten', 'score', 'change', 'held_out_scores', 'held_out_changes', 'loss_unit']
+           'shorten', 'one_line', 'score', 'change', 'held_out_scores', 'held_out_changes', 'loss_unit']
 
 # %% ../../nbs/run/09_numbers.ipynb #b314bfe3
 from typing import Any
@@ -62,6 +62,12 @@ def shorten(name: str, longest: int = 40) -> str:
         return name
     front = longest // 2
     return f"{name[:front]}…{name[front + 1 - longest :]}"
+
+
+def one_line(text: str, longest: int) -> str:
+    "Return the beginning of `text`, at most `longest` characters, in one line."
+    line = " ".join(text.split())
+    return line if len(line) <= longest else f"{line[: longest - 3].rstrip()}..."
 
 # %% ../../nbs/run/09_numbers.ipynb #d6fd8391
 TRAINING_LOSS, FIRST_STEP_LOSS = "training loss", "first-step loss"

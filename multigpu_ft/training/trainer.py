@@ -560,7 +560,7 @@ def train(training: Training) -> dict[str, Any]:
     outcome: dict[str, Any] = {"state": state}
     saves.finish()
     if is_complete:
-        outcome |= _export(training)
+        outcome |= _export(training, state)
     if saves.error:
         raise saves.error
     return {
@@ -573,13 +573,14 @@ def train(training: Training) -> dict[str, Any]:
     }
 
 
-def _export(training: Training) -> dict[str, Any]:
-    "Export the best or the last weights. Returns entries for the status. A collective."
+def _export(training: Training, state: str) -> dict[str, Any]:
+    """Export the best or the last weights of a run that ends in `state`. Returns entries for the
+    status. A collective."""
     rank, strategy, evaluations = training.rank, training.strategy, training.evaluations
     outcome = load_best(evaluations, rank.run_dir, training.storage)
     if first_step := _first_step_of_run(training):
         outcome["loss_after"] = step_loss(strategy, first_step)
-    if message := _message(training):
+    if message := _message(training, state):
         outcome["message"] = message
     rank.run_log.status(activity="exporting the model")
     if evaluations.wanted and (evaluations.newest or _was_measured(rank)):
@@ -607,10 +608,10 @@ def _was_measured(rank: Rank) -> bool:
     return rank.world.from_main(bool(rank.run_dir.status().get("eval_before")))
 
 
-def _message(training: Training) -> str | None:
+def _message(training: Training, state: str) -> str | None:
     "Return what the user should know of a run that made few steps, or none."
     cfg, schedule, texts = training.cfg, training.schedule, training.data.slice
-    if not _made_steps(training):
+    if state == NOTHING_TO_DO:
         early = training.evaluations.patience_is_over
         return nothing_left(cfg, (texts.start_idx, texts.end_idx), texts.num_rows, early)
     if (
