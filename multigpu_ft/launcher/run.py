@@ -41,6 +41,7 @@ from .restarts import attempt_of
 from ..run.answering import Answer, Answering
 from ..run.config import RunConfig
 from ..run.errors import ConfigError, briefly
+from ..run.experiment import last_row
 from ..run.failures import end_of_log, ending, failure_of, find_log, tail
 from ..run.numbers import age, duration, span
 from ..run.processes import is_alive, is_stopped, processes_of
@@ -154,20 +155,10 @@ _OF_ONE_SLICE = (
 )
 
 
-def _last_row(cfg: RunConfig, status: dict[str, Any]) -> int:
-    """Return the row up to which a run with this `status` can train.
-
-    It ends before held-out rows, and where the schedule of its series does."""
-    last = status["num_rows"]
-    if cfg.held_out and status["slice"][0] < cfg.held_out[0]:
-        last = cfg.held_out[0]
-    return min(last, cfg.schedule_end_idx or last)
-
-
 def _following_slice(cfg: RunConfig, status: dict[str, Any]) -> RunConfig | None:
     "Return the settings for the slice after that of a run with this `status`; None at the end."
     start, end = status.get("slice", (0, None))
-    if end is None or end >= _last_row(cfg, status):
+    if end is None or end >= last_row(cfg, start, status["num_rows"]):
         return None
     usual = {name: RunConfig.model_fields[name].default for name in _OF_ONE_SLICE}
     return cfg.replace(**{**usual, "start_idx": end, "slice_size": end - start})
