@@ -39,7 +39,7 @@ from .run.errors import ConfigError, did_you_mean
 from .run.failures import RunFailed
 from .run.numbers import FIRST_STEP_LOSS, change, held_out_changes, loss_unit, score
 from .run.run_dir import STOPPED_EXIT_CODE
-from .run.secrets import refuse_secrets
+from .run.secrets import make_run_secret, refuse_secrets
 
 # %% ../nbs/04_cli.ipynb #42a9ca42
 def _in_groups(
@@ -95,6 +95,7 @@ _SUMMARIES = {
     "doctor": "Check everything a run needs: GPUs, packages, disk, memory, tokens.",
     "deploy": "Run on other machines, in a cluster or a cloud.",
     "notebook": "Copy a recipe or the guides out of the package.",
+    "secret": "Make the secret by which the machines of a run know each other.",
 }
 _STARTS = "--preset NAME starts from a preset, --config FILE from the settings in a JSON file."
 _MORE = {  # also flags that aren't fields, so tyro doesn't know them
@@ -514,6 +515,17 @@ def _notebook(arguments: list[str], as_json: bool) -> dict[str, Any]:
         print(f"{'or':9} open it in Jupyter and run its cells")
     return {"copied": str(copy), "next": commands}
 
+# %% ../nbs/04_cli.ipynb #1bf582b0
+def _secret(arguments: list[str], as_json: bool) -> dict[str, Any]:
+    _parse("secret", _no_options, arguments)
+    path = make_run_secret()
+    if not as_json:
+        print(f"secret    {path}")
+        print(
+            f"next      copy it to the same place on every machine of a run: scp -p {path} HOST:{path}"
+        )
+    return {"secret": str(path)}
+
 # %% ../nbs/04_cli.ipynb #c7536995
 def _interrupt(number: int, frame: Any) -> None:
     "Handle a signal as Ctrl-C: the run saves, then this process ends."
@@ -558,6 +570,7 @@ _VERBS = {
     "generate": _generate,
     "evaluate": _evaluate,
     "runs": _runs,
+    "secret": _secret,
     "sync": _sync,
     "presets": _presets,
     "doctor": _doctor,

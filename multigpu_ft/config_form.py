@@ -126,7 +126,7 @@ def _idle(cfg: RunConfig) -> set[str]:
         ("eval_end_idx", "eval_every", "patience", "keep_best"): cfg.evaluates,
         ("sharding", "communication"): cfg.strategy in ("auto", "fsdp"),
         ("deepspeed_config", "offload"): cfg.zero_stage > 0,
-        ("join_timeout_s",): cfg.nnodes > 1,
+        ("join_timeout_s", "trusted_network"): cfg.nnodes > 1,
         ("resume_scope",): cfg.resume_file != "none",
         ("hf_private",): bool(cfg.hf_repo),
         ("histogram_every",): bool(cfg.trackers),

@@ -180,7 +180,9 @@ def _write_whole(
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            shell = model_class(strategy.cfg).from_config(config, dtype=strategy.dtype)
+            shell = model_class(strategy.cfg).from_config(
+                config, dtype=strategy.dtype, trust_remote_code=False
+            )
         shell.config.use_cache = True
         if shell.can_generate():
             shell.generation_config = trained.generation_config
@@ -250,11 +252,13 @@ def load_export(
         raise CheckpointError(f"{folder} is not an export: it has no readable {CHECK_FILE}.")
     dtype = getattr(torch, check["dtype"])
     with _quietly():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if (folder / "adapter_config.json").exists():
             model = _load_adapter(folder, check, tokenizer, dtype, device)
         else:
-            model = model_class(RunConfig(task=check["task"])).from_pretrained(folder, dtype=dtype)
+            model = model_class(RunConfig(task=check["task"])).from_pretrained(
+                folder, dtype=dtype, trust_remote_code=False
+            )
     model = to_evaluation_mode(model if packed_layers(model) else model.to(device))
     core = ClassifierLoss(model) if check["task"] == "classification" else LossModel(model)
     confirm_export(folder, check, core, model, dtype, device)
@@ -450,6 +454,4 @@ def take_foreign(
         # Parameters may be views into the model's file, and writing to them would read it again.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    ledger: list[Any] = [load_foreign(path, model) if world.is_main else None]
-    dist.broadcast_object_list(ledger, src=0)
-    return ledger[0]
+    return world.from_main(load_foreign(path, model) if world.is_main else None)

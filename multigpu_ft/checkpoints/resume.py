@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 
 from .discovery import damaged, find_checkpoints, is_foreign
@@ -41,8 +40,9 @@ class _Pieces:
     def __init__(self, checkpoint: Path) -> None:
         self._where: dict[str, list[tuple[int, Any]]] = {}
         self._shapes: dict[str, list[int]] = {}
-        for path in sorted(checkpoint.glob("rank*.safetensors")):
-            file = safe_open(path, framework="pt")
+        # another file in the folder is not part of the checkpoint
+        for name in sorted(n for n in read_commit(checkpoint)["files"] if n != PROGRESS_FILE):
+            file = safe_open(checkpoint / name, framework="pt")
             for name, (first, shape) in json.loads(file.metadata()["pieces"]).items():
                 self._where.setdefault(name, []).append((first, file))
                 self._shapes[name] = shape
@@ -103,9 +103,7 @@ def find_damage(checkpoint: Path, world: World, shared: bool = True) -> str | No
         )
     except CheckpointError as error:
         problem = str(error)
-    problems: list[str | None] = [None] * world.size
-    dist.all_gather_object(problems, problem)
-    return next((p for p in problems if p), None)
+    return next(filter(None, world.from_all(problem)), None)
 
 
 def load_checkpoint(
@@ -170,8 +168,10 @@ def choose_checkpoint(
     broken = []
     candidates = None
     if world.is_main:
-        candidates = [(c, c.is_relative_to(run_dir.path)) for c in find_checkpoints(cfg, run_dir)]
-    for path, own in world.from_main(candidates):
+        found = find_checkpoints(cfg, run_dir)
+        candidates = [(str(c), c.is_relative_to(run_dir.path)) for c in found]
+    for name, own in world.from_main(candidates):
+        path = Path(name)
         if is_foreign(path):
             return path, own, []
         here = storage.fetch(path)
@@ -200,8 +200,7 @@ def refuse_other_texts(world: World, **digests: Any) -> None:
     `digests`. A collective.
 
     They may differ, since each node reads them from its own disk or downloads them itself."""
-    gathered: list[Any] = [None] * world.size
-    dist.all_gather_object(gathered, digests)
+    gathered = world.from_all(digests)
     for rank, theirs in enumerate(gathered):
         if differ := [name for name in digests if theirs[name] != gathered[0][name]]:
             raise DataError(

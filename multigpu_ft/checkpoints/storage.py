@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..distributed.world import World
+from ..distributed.world import World, broadcast_value, gather_values
 from ..run.errors import CheckpointError, ConfigError
 from ..run.run_dir import RunDir
 
@@ -78,15 +78,15 @@ def _copy_from_main(path: Path, here: Path, world: World, group: Any) -> None:
     """Copy the folder `path` of rank 0 to the new folder `here` of the other ranks of `group`.
 
     A collective of `group`. Raises `OSError` on a rank whose disk failed."""
-    files: list[Any] = [None]
+    told: dict[str, Any] = {}
     if world.is_main:
         try:
-            files = [[(file.name, file.stat().st_size) for file in sorted(path.iterdir())]]
+            told["files"] = [(file.name, file.stat().st_size) for file in sorted(path.iterdir())]
         except OSError as error:
-            files = [error]
-    dist.broadcast_object_list(files, src=0, group=group)
-    if isinstance(files[0], OSError):
-        raise files[0]
+            told["error"] = str(error)
+    told = broadcast_value(told, group)
+    if "error" in told:
+        raise OSError(told["error"])
     trouble = None
     if not world.is_main:
         # An attempt that was killed may have left one.
@@ -99,7 +99,7 @@ def _copy_from_main(path: Path, here: Path, world: World, group: Any) -> None:
     def broadcast(part: torch.Tensor) -> None:
         dist.broadcast(part, src=0, group=group)
 
-    for name, size in files[0]:
+    for name, size in told["files"]:
         try:
             _pass(here / name, size, "rb" if world.is_main else "wb", broadcast)
         except OSError as error:
@@ -177,9 +177,7 @@ class Storage:
             except OSError as error:
                 node = f"node {world.node_rank}"
                 problem = f"{node} could not copy checkpoint {path.name} from node 0: {error}"
-        problems: list[str | None] = [None] * world.size
-        dist.all_gather_object(problems, problem, group=self._all_ranks)
-        if first := next((p for p in problems if p), None):
+        if first := next(filter(None, gather_values(problem, self._all_ranks)), None):
             raise CheckpointError(f"{first}. Make room there.")
         return here
 

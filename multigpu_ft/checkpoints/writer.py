@@ -30,7 +30,7 @@ from .manifest import PROGRESS_FILE, commit, digest, flush
 from .progress import Progress
 from .storage import Storage
 from ..distributed.strategies import Single
-from ..distributed.world import TensorShard, World
+from ..distributed.world import TensorShard, World, gather_values
 from ..models.quantization import count_weights, elements
 from ..run.config import OPTIMIZERS, RunConfig
 from ..run.errors import CheckpointError
@@ -168,7 +168,8 @@ def _write_pieces(path: Path, pieces: dict[str, TensorShard]) -> tuple[str, dict
     }
     tensors = {name: part.values.contiguous() for name, part in pieces.items()}
     save_file(tensors, path, metadata={"pieces": json.dumps(places)})
-    path.chmod(0o644)
+    # safetensors makes it for this user alone; the folder has the mode that the user's umask gives
+    path.chmod(path.parent.stat().st_mode & 0o666)
     flush(path)
     return path.name, digest(path)
 
@@ -226,9 +227,7 @@ class _Steps:
 
     def gather(self, mine: Any) -> list[Any]:
         "Return the `mine` of every rank, by rank. A collective."
-        values: list[Any] = [None] * self._world.size
-        dist.all_gather_object(values, mine, group=self.group)
-        return values
+        return gather_values(mine, self.group)
 
     def take(self, save: Save, do: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call `do(*arguments)` and return what it returned on every rank, by rank. A collective.
@@ -236,17 +235,19 @@ class _Steps:
         If it fails on any rank, the first such rank's error is raised on all of them: a
         `FloatingPointError`, or a `CheckpointError` that names `save`."""
         try:
-            mine = do(*arguments)
+            mine = {"result": do(*arguments)}
         except FloatingPointError as error:
-            mine = error
+            mine = {"not_finite": str(error)}
         except Exception as error:
             # Any error in this thread must reach the training loop.
-            mine = _explain(error, save, self._run_dir.path, self._world)
+            mine = {"error": str(_explain(error, save, self._run_dir.path, self._world))}
         results = self.gather(mine)
         for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
+            if "not_finite" in result:
+                raise FloatingPointError(result["not_finite"])
+            if "error" in result:
+                raise CheckpointError(result["error"])
+        return [result["result"] for result in results]
 
 # %% ../../nbs/checkpoints/06_writer.ipynb #6fdacf2d
 @dataclass
@@ -346,7 +347,8 @@ class _Committer:
         except (CheckpointError, FloatingPointError) as error:
             # Without its traceback, which would keep the pieces in memory.
             return error.with_traceback(None)
-        save.path, save.deleted = committed[0]
+        path, save.deleted = committed[0]
+        save.path = Path(path)
         return None
 
     def _make_room(self, save: Save) -> None:
@@ -355,7 +357,7 @@ class _Committer:
 
     def _commit(
         self, staged: _Staged, files: dict[str, dict[str, Any]]
-    ) -> tuple[Path, list[str]] | None:
+    ) -> tuple[str, list[str]] | None:
         """Turn the files into a checkpoint, on rank 0.
 
         Return its path and the older checkpoints deleted."""
@@ -366,11 +368,11 @@ class _Committer:
         flush(progress)
         path = commit(staged.partial, self._fingerprint, {**files, PROGRESS_FILE: digest(progress)})
         try:
-            return path, deleted + retire(self._run_dir, self._cfg.keep)
+            return str(path), deleted + retire(self._run_dir, self._cfg.keep)
         except OSError as error:
             # Perhaps another user's file; the new checkpoint is complete anyway.
             print(f"older checkpoints could not be deleted: {error}", flush=True)
-            return path, deleted
+            return str(path), deleted
 
 # %% ../../nbs/checkpoints/06_writer.ipynb #df89ecf7
 class CheckpointWriter:

@@ -274,7 +274,7 @@ def _progress(status: dict[str, Any], curve: Curve, cfg: RunConfig) -> str:
     words = ["loading model and data"]
     if total:
         where = (
-            [f"{done:,} of {total:,} {status['unit']}"]
+            [f"{done:,} of {total:,} {escape(status['unit'])}"]
             if "unit" in status
             else [f"step {done:,} of {total:,}", f"epoch {status.get('epoch', 1)}"]
         )
@@ -504,7 +504,7 @@ def _log_tails(run_dir: RunDir) -> str:
     "Return the last lines of each log, the agent's last."
     logs = (run_dir.path / "logs").glob("*.log")
     return "".join(
-        f"<b>{path.stem}</b><pre {_PRE}>{escape(tail(path, 10)) or '(nothing yet)'}</pre>"
+        f"<b>{escape(path.stem)}</b><pre {_PRE}>{escape(tail(path, 10)) or '(nothing yet)'}</pre>"
         for path in sorted(logs, key=lambda path: (path.stem == "agent", path.stem))
     )
 

@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .world import broadcast_value
 from ..models.quantization import packed_layers
 from ..run.errors import ModelError
 
 # %% ../../nbs/distributed/02_weights.ipynb #48f86be9
 def share_quantization(model: nn.Module, dtype: torch.dtype, is_main: bool) -> None:
     "Make the linear layers of the shell `model` 4-bit that are 4-bit on rank 0. A collective."
-    names = [list(packed_layers(model)) if is_main else None]
-    dist.broadcast_object_list(names, src=0)
-    if not is_main and names[0]:
-        make_4bit(model, names[0], dtype)
+    names = broadcast_value(list(packed_layers(model)) if is_main else None)
+    if not is_main and names:
+        make_4bit(model, names, dtype)
 
 
 def make_4bit(model: nn.Module, names: list[str], dtype: torch.dtype) -> None:
@@ -89,32 +89,19 @@ def receive(
     is_main = rank == 0
     spots = list(places(unit, leave))
     # rank 0 decides which weights are tied: those that a file has separately are not
-    described = [
-        [
-            (id(getattr(module, kind)[name]), *_describe(module, kind, name))
-            for module, kind, name in spots
-        ]
-        if is_main
-        else None
-    ]
-    dist.broadcast_object_list(described, src=0)
-    for (module, kind, name), (tensor, shape, dtype, state) in zip(
-        spots, described[0], strict=True
-    ):
+    described = broadcast_value([_describe(*spot) for spot in spots] if is_main else None)
+    for (module, kind, name), (tensor, about, state_about) in zip(spots, described, strict=True):
         old = getattr(module, kind)[name]
         if tensor not in known:
-            data = (
-                old.detach().to(device)
-                if is_main
-                else torch.empty(shape, dtype=dtype, device=device)
-            )
-            if cut_for > 1 and kind == "_parameters" and shape:
+            data = old.detach().to(device) if is_main else _empty(about, device)
+            if cut_for > 1 and kind == "_parameters" and data.dim():
                 _send_rows(data, rank, cut_for)
                 # rank 0 reads its own rows from the file again
                 free_storage([old])
             else:
                 dist.broadcast(data, src=0)
-            if state is not None:
+            if state_about is not None:
+                state = _send_state(old if is_main else None, state_about)
                 new: Any = _repack(data, state, module, device)
             else:
                 new = (
@@ -198,20 +185,40 @@ def _mapped_files() -> Iterator[tuple[int, int]]:
                 yield int(low, 16), int(high, 16)
 
 
+_Described = tuple[list[int], str]  # shape and dtype of a tensor
+
+
+def _shape_of(tensor: torch.Tensor) -> _Described:
+    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _empty(about: _Described, device: torch.device) -> torch.Tensor:
+    shape, dtype = about
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+
+
 def _describe(
     module: nn.Module, kind: str, name: str
-) -> tuple[torch.Size, torch.dtype, dict[str, Any] | None]:
+) -> tuple[int, _Described, dict[str, _Described] | None]:
+    "Return a number for a tensor, its shape, and the shapes of its quantization state if it has one."
     tensor = getattr(module, kind)[name]
-    if not hasattr(tensor, "quant_state"):
-        return tensor.shape, tensor.dtype, None
-    return (
-        tensor.shape,
-        tensor.dtype,
-        {
-            key: value.cpu() if torch.is_tensor(value) else value
-            for key, value in tensor.quant_state.as_dict().items()
-        },
-    )
+    state = None
+    if hasattr(tensor, "quant_state"):
+        packed = tensor.quant_state.as_dict(packed=True)
+        state = {key: _shape_of(value) for key, value in packed.items()}
+    return id(tensor), _shape_of(tensor), state
+
+
+def _send_state(
+    weight: nn.Parameter | None, about: dict[str, _Described]
+) -> dict[str, torch.Tensor]:
+    "Send the quantization state of rank 0's `weight` to the others, in host memory. A collective."
+    own = weight.quant_state.as_dict(packed=True) if weight is not None else {}
+    state = {}
+    for key, shape in about.items():
+        state[key] = own[key].cpu() if own else _empty(shape, torch.device("cpu"))
+        dist.broadcast(state[key], src=0)
+    return state
 
 # %% ../../nbs/distributed/02_weights.ipynb #14020d10
 def _repack(

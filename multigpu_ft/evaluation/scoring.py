@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -134,9 +133,8 @@ def _combine(
     world: World, texts: TokenizedTexts, own: tuple[np.ndarray, np.ndarray, np.ndarray | None]
 ) -> tuple[np.ndarray, np.ndarray | None]:
     "Combine the ranks' example numbers, losses and labels, in the order of the examples."
-    shares: list[Any] = [None] * world.size
-    dist.all_gather_object(shares, own)
-    numbers = np.concatenate([numbers for numbers, _, _ in shares])
+    shares = world.from_all([None if values is None else values.tolist() for values in own])
+    numbers = np.concatenate([np.array(numbers, np.int64) for numbers, _, _ in shares])
     if not np.array_equal(np.sort(numbers), np.arange(len(texts))):
         distinct = len(set(numbers.tolist()))
         raise AssertionError(
@@ -198,9 +196,8 @@ def _continue(
     for answer in _decode(loaded, mine, progress) if mine else ():
         number, _ = answer.request.key
         texts[number] = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-    shares: list[Any] = [None] * world.size
-    dist.all_gather_object(shares, texts)
-    written = {number: text for share in shares for number, text in share.items()}
+    shares = world.from_all([*texts.items()])
+    written = {number: text for share in shares for number, text in share}
     return [written[number] for number in range(len(prompts))]
 
 
@@ -273,7 +270,7 @@ def _refuse_other_tokens(
     elif any((model.path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         texts = target.texts
         few = replace(texts, texts=texts.texts[:64], labels=texts.labels and texts.labels[:64])
-        own = AutoTokenizer.from_pretrained(model.path)
+        own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=False)
         same = tokenize(target.cfg, few, own).digest == tokenize(target.cfg, few, tokenizer).digest
     else:
         return

@@ -163,7 +163,7 @@ class _VLLM:
         self._source = source
         merged = fine_tuned and not fine_tuned.has_adapter
         path, revision = (str(fine_tuned.path), None) if merged else (cfg.model, cfg.revision)
-        self.config = AutoConfig.from_pretrained(path, revision=revision)
+        self.config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
         try:
             self.settings = GenerationConfig.from_pretrained(path, revision=revision or "main")
         except OSError:  # the model comes without one

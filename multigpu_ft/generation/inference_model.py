@@ -6,6 +6,7 @@
 __all__ = ['Loaded', 'load_model_for', 'memory_key', 'quantization_of']
 
 # %% ../../nbs/generation/04_inference_model.ipynb #5c2f55ac
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..checkpoints.export import confirm_export, read_check
 from ..checkpoints.resume import load_checkpoint
@@ -97,9 +97,8 @@ def _is_to_be_sharded(cfg: RunConfig, world: World, needed: int, quantization: s
 
 def _share_generation_settings(model: nn.Module, world: World) -> None:
     "Give all ranks the generation settings that rank 0 has read. A collective."
-    settings = [model.generation_config if world.is_main else None]
-    dist.broadcast_object_list(settings, src=0)
-    model.generation_config = settings[0]
+    own = model.generation_config.to_json_string(use_diff=False) if world.is_main else None
+    model.generation_config = GenerationConfig.from_dict(json.loads(world.from_main(own)))
 
 
 def _prepare_strategy(

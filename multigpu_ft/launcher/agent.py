@@ -16,7 +16,9 @@ from multigpu_ft.run.processes import (
     IDLE,
     LEFT,
     NODE_VARIABLE,
+    STORE_VARIABLE,
     end_with,
+    is_own,
     is_running,
     is_stopped,
     read_heartbeat,
@@ -60,16 +62,19 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -87,7 +92,7 @@ class NodeEndpoint:
     """Where this agent is among those of a run on several nodes.
 
     `address` is this machine's own, at network `interface`; the store is at `host:port`. `store`
-    is its listening socket on node 0."""
+    is its listening socket on node 0. With `private`, the ranks have a file instead of a port."""
 
     node_rank: int = 0
     nnodes: int = 1
@@ -96,37 +101,39 @@ class NodeEndpoint:
     address: str = "127.0.0.1"
     interface: str = "lo0" if sys.platform == "darwin" else "lo"
     store: int | None = None  # on node 0: the listening socket for the store
+    private: bool = False
+
+
+def _open_store(endpoint: NodeEndpoint) -> tuple[Store, int]:
+    "Return the store of the agents, and its port; 0 if it has none."
+    if endpoint.private:
+        return HashStore(), 0
+    taken, port = {}, endpoint.port
+    if not endpoint.node_rank:
+        if endpoint.store is None:
+            listener = socket.create_server((endpoint.host, 0))
+        else:
+            listener = socket.socket(fileno=endpoint.store)
+        port = listener.getsockname()[1]
+        taken = {"master_listen_fd": listener.detach()}
+    store = TCPStore(
+        endpoint.host,
+        port,
+        is_master=not endpoint.node_rank,
+        timeout=timedelta(seconds=60),
+        wait_for_workers=False,
+        **taken,
+    )
+    return store, port
 
 
 class _Rendezvous(RendezvousHandler):
-    "Nodes with fixed numbers, and one TCPStore, shared with the ranks."
+    "Nodes with fixed numbers, and one store."
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id, self._endpoint, self._closed = (
-            parameters.run_id,
-            parameters.get("node_endpoint"),
-            False,
-        )
-        listener = self._listener()
-        self._port = listener.getsockname()[1] if listener else self._endpoint.port
-        taken = {"master_listen_fd": listener.detach()} if listener else {}
-        self._store = TCPStore(
-            self._endpoint.host,
-            self._port,
-            is_master=bool(listener),
-            timeout=timedelta(seconds=60),
-            wait_for_workers=False,
-            **taken,
-        )
-
-    def _listener(self) -> socket.socket | None:
-        if self._endpoint.node_rank:
-            return None
-        return (
-            socket.create_server((self._endpoint.host, 0))
-            if self._endpoint.store is None
-            else socket.socket(fileno=self._endpoint.store)
-        )
+        self._run_id, self._closed = parameters.run_id, False
+        self._endpoint = parameters.get("node_endpoint")
+        self._store, self._port = _open_store(self._endpoint)
 
     def get_backend(self) -> str:
         return "multigpu_ft"
@@ -159,6 +166,30 @@ class _Rendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self._closed = True
         return True
+
+# %% ../../nbs/launcher/05_agent.ipynb #49b9ae87
+_STORES = "multigpu_ft-store-"  # then the agent's process id
+
+
+@contextmanager
+def _private_store() -> Iterator[None]:
+    "Name the ranks a new file to find each other, in a folder that only this user can enter."
+    _sweep_stores()
+    # mkdtemp gives it the mode 0700
+    with tempfile.TemporaryDirectory(prefix=f"{_STORES}{os.getpid()}-") as folder:
+        os.environ[STORE_VARIABLE] = os.path.join(folder, "store")
+        try:
+            yield
+        finally:
+            del os.environ[STORE_VARIABLE]
+
+
+def _sweep_stores() -> None:
+    "Remove the folders of agents that were killed."
+    for folder in Path(tempfile.gettempdir()).glob(f"{_STORES}*"):
+        pid = folder.name.removeprefix(_STORES).partition("-")[0]
+        if is_own(folder) and pid.isdigit() and not is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 # %% ../../nbs/launcher/05_agent.ipynb #cf5fb3fe
 class _RunDirLogs(LogsSpecs):
@@ -412,7 +443,8 @@ def _launch(
     "Run `module` on this machine's ranks until they end. Returns their failure, or None."
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     node_dir = run_dir.of_node(endpoint.node_rank if endpoint else 0)
-    endpoint = endpoint or NodeEndpoint()
+    # only functions and scripts make their process group themselves, which needs a port
+    endpoint = endpoint or NodeEndpoint(private=module != "multigpu_ft.launcher.functions")
     # collectives also stay on this machine, or on the network of the other nodes
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if endpoint.nnodes == 1 or (endpoint.interface and name not in os.environ):
@@ -438,7 +470,8 @@ def _launch(
     watchdog = Watchdog(node_dir, nproc, timeout_s, first=endpoint.node_rank * nproc)
     watchdog.start()
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, str(run_dir.path))
+        with _private_store() if endpoint.private else nullcontext():
+            elastic_launch(config, sys.executable)("-u", "-m", module, str(run_dir.path))
     except ChildFailedError as error:
         codes, pids = (
             {r: getattr(f, name) for r, f in error.failures.items()} for name in ("exitcode", "pid")

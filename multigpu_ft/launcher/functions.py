@@ -16,6 +16,7 @@ import runpy
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ from ..run.answering import end_answering
 from ..run.environment import visible_gpus
 from ..run.errors import ConfigError, briefly
 from ..run.failures import RunFailed, end_of_log, ending, failure_of
-from ..run.processes import end_with_agent, is_running, leave, write_error
+from ..run.processes import end_with_agent, is_own, is_running, leave, write_error
 from ..run.run_dir import RunDir, write_json
 from ..run.secrets import use_secrets
 
@@ -200,9 +201,11 @@ def call(
 def _sweep() -> None:
     "Remove the directories of calls whose kernel was killed."
     for folder in Path(tempfile.gettempdir()).glob("multigpu_ft-call-*"):
+        if not is_own(folder) or not is_own(folder / "status.json", stat.S_ISREG):
+            continue
         try:
             status = RunDir(folder).status()
-        except OSError:  # another user's
+        except (OSError, ValueError):  # damaged
             continue
         launcher = status.get("pids", {}).get("launcher")
         if launcher and status.get("host") == socket.gethostname() and not is_running(launcher):

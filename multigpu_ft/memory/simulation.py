@@ -85,7 +85,9 @@ def _local_model(cfg: RunConfig, blocks: int | None) -> Iterator[tuple[RunConfig
         config: Any = AutoConfig.for_model(**ARCHITECTURES[cfg.model])
     else:
         try:
-            config = AutoConfig.from_pretrained(cfg.model, revision=cfg.revision)
+            config = AutoConfig.from_pretrained(
+                cfg.model, revision=cfg.revision, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
                 f"the shape of {cfg.model!r} is not known: there is no config.json of it in a "

@@ -75,7 +75,7 @@ def _builtin_tokenizer() -> PreTrainedTokenizerFast:
             os.rename(partial, folder)
         except OSError:  # another process finished first
             shutil.rmtree(partial)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     tokenizer.chat_template = _BUILTIN_CHAT
     return tokenizer
 
@@ -111,7 +111,9 @@ def load_tokenizer(cfg: RunConfig) -> PreTrainedTokenizerBase:
     if cfg.model == BUILTIN_MODEL:
         return _builtin_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model, revision=cfg.revision)
+        tokenizer = AutoTokenizer.from_pretrained(
+            cfg.model, revision=cfg.revision, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded("tokenizer of", cfg, error) from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
@@ -159,7 +161,9 @@ def load_config(
         )
     else:
         try:
-            config = AutoConfig.from_pretrained(cfg.model, revision=cfg.revision)
+            config = AutoConfig.from_pretrained(
+                cfg.model, revision=cfg.revision, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             raise _not_loaded("model", cfg, error) from error
     positions = getattr(config, "max_position_embeddings", None)
@@ -210,7 +214,10 @@ def load_shell(
     try:
         with torch.device("meta"):
             model = model_class(cfg).from_config(
-                config, attn_implementation=cfg.attn_implementation, dtype=dtype
+                config,
+                attn_implementation=cfg.attn_implementation,
+                dtype=dtype,
+                trust_remote_code=False,
             )
     except (ValueError, KeyError, ImportError) as error:
         raise _not_loaded("model", cfg, error) from error
@@ -250,7 +257,9 @@ def load_model(
     torch.manual_seed(cfg.seed)
     attention = cfg.attn_implementation
     if cfg.model == BUILTIN_MODEL and quantization == "none":
-        model = model_class(cfg).from_config(shell.config, attn_implementation=attention)
+        model = model_class(cfg).from_config(
+            shell.config, attn_implementation=attention, trust_remote_code=False
+        )
         return model.to(dtype).train()
     settings: dict[str, Any] = {
         "dtype": dtype,
@@ -271,11 +280,17 @@ def load_model(
         if cfg.model == BUILTIN_MODEL:
             with tempfile.TemporaryDirectory() as folder:  # bitsandbytes quantizes only in loading
                 shell.config.save_pretrained(folder)
-                model = model_class(cfg).from_config(shell.config)
+                model = model_class(cfg).from_config(shell.config, trust_remote_code=False)
                 # save_pretrained would only save on rank 0
                 save_model(model, f"{folder}/model.safetensors", {"format": "pt"})
-                return model_class(cfg).from_pretrained(folder, **settings).train()
-        model = model_class(cfg).from_pretrained(cfg.model, revision=cfg.revision, **settings)
+                return (
+                    model_class(cfg)
+                    .from_pretrained(folder, trust_remote_code=False, **settings)
+                    .train()
+                )
+        model = model_class(cfg).from_pretrained(
+            cfg.model, revision=cfg.revision, trust_remote_code=False, **settings
+        )
         return model.train()
     except RuntimeError as error:
         if not label_names or not any(word in str(error) for word in ("mismatch", "shape")):

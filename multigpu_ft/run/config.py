@@ -402,6 +402,11 @@ class _ParallelismSettings(_Settings):
     join_timeout_s: int = _field(
         600, "parallelism", "longest wait for another node at the beginning (seconds)", low=5
     )
+    trusted_network: bool = _field(
+        False,
+        "parallelism",
+        "nnodes > 1 without a run secret: everyone who reaches node 0's port can join the run",
+    )
     max_restarts: int = _field(
         0,
         "parallelism",
@@ -694,10 +699,10 @@ def _conflicts(cfg: RunConfig) -> Iterator[str]:
             f"sharding='hybrid_shard' is an option of fsdp, not of strategy={cfg.strategy!r}; "
             "use strategy='fsdp'"
         )
-    if cfg.run_name and not re.fullmatch(r"(?!\.+$)[\w.-]{1,120}", cfg.run_name):
+    if cfg.run_name and not re.fullmatch(r"(?!\.+$|-)[\w.-]{1,120}", cfg.run_name):
         yield (
             f"run_name={cfg.run_name!r} may hold letters, digits, '.', '_' and '-' only, "
-            "120 at most, since it names a folder"
+            "120 at most, with no '-' at the beginning, since it names a folder"
         )
     if cfg.strategy == "fsdp" and not OPTIMIZERS[cfg.optimizer].shards:
         yield (

@@ -70,10 +70,17 @@ class RunFailed(Brief, RuntimeError):
         self.traceback, self.node_rank = traceback, node_rank
 
 
+def _exception_of(name: Any) -> type[Exception] | None:
+    "Return our own exception of that name; None for anything else that a status.json may name."
+    kind = vars(errors).get(name) if isinstance(name, str) else None
+    is_ours = isinstance(kind, type) and kind.__module__ == errors.__name__
+    return kind if is_ours and issubclass(kind, Exception) else None
+
+
 def failure_of(run_dir: RunDir, failure: dict[str, Any]) -> Exception:
     "Return the exception for status.json's `failure`."
-    if failure.get("clear"):
-        return getattr(errors, failure["type"])(failure["text"])
+    if failure.get("clear") and (kind := _exception_of(failure.get("type"))):
+        return kind(failure["text"])
     rank, code = failure.get("rank"), failure.get("exitcode")
     who = f"rank {rank} on {failure['node']}" if "node" in failure else f"rank {rank}"
     if failure.get("type"):

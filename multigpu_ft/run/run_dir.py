@@ -295,6 +295,9 @@ def _making(cfg: RunConfig) -> Iterator[None]:
         ) from None
 
 
+_PRIVATE = 0o700  # data, logs and weights are their user's, who may open the folder to others
+
+
 def _new_folder(root: Path, name: str) -> Path:
     "Create a folder in `root`, with a number after `name` if it is taken."
     root.mkdir(parents=True, exist_ok=True)
@@ -302,7 +305,7 @@ def _new_folder(root: Path, name: str) -> Path:
     while True:
         folder = root / (name if number == 1 else f"{name}-{number}")
         try:
-            folder.mkdir()
+            folder.mkdir(mode=_PRIVATE)
             return folder
         except FileExistsError:
             number += 1
@@ -313,8 +316,10 @@ _RUN_FOLDERS = (*_NODE_FOLDERS, "checkpoints", "export", "report")
 
 
 def _make_folders(path: Path, names: tuple[str, ...]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=_PRIVATE, exist_ok=True)
     for name in names:
-        (path / name).mkdir(parents=True, exist_ok=True)
+        (path / name).mkdir(exist_ok=True)
 
 
 def _base_name(cfg: RunConfig, end_idx: int | None) -> str:

@@ -7,11 +7,11 @@ __all__ = ['step_loss', 'scored_batches', 'evaluate_texts', 'best_scores', 'Eval
 
 # %% ../../nbs/training/02_validation.ipynb #cd8ea433
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ..checkpoints.discovery import kept_checkpoints
 from ..checkpoints.progress import Progress
@@ -117,10 +117,9 @@ class Evaluations:
     def measure(self) -> dict[str, float]:
         "Evaluate now. Returns scores as `evaluate_texts` does."
         self.run_log.status(activity="evaluating")
-        found = [evaluate_texts(self.strategy, self._texts, self.cfg.batch_size, self._num_labels)]
+        found = evaluate_texts(self.strategy, self._texts, self.cfg.batch_size, self._num_labels)
         # all ranks must judge by the same bits, or one would stop alone
-        dist.broadcast_object_list(found, src=0)
-        self.newest = found[0]
+        self.newest = self.strategy.world.from_main(found)
         self.run_log.status(activity=None)
         return self.newest
 
@@ -185,14 +184,13 @@ def load_best(evaluations: Evaluations, run_dir: RunDir, storage: Storage) -> di
 
 def _load_weights(strategy: Single, run_dir: RunDir, storage: Storage, name: str | None) -> None:
     "Load the weights of the run's checkpoint `name`. Raises `CheckpointError`. A collective."
-    checkpoint = None
+    path = None
     if strategy.world.is_main:
-        kept = kept_checkpoints(run_dir)
-        checkpoint = next((c for c in kept if c.name == name), None)
-    checkpoint = strategy.world.from_main(checkpoint)
-    if not checkpoint:
+        path = next((str(c) for c in kept_checkpoints(run_dir) if c.name == name), None)
+    path = strategy.world.from_main(path)
+    if not path:
         raise CheckpointError("it no longer exists" if name else "it could not be written")
-    here = storage.fetch(checkpoint)
+    here = storage.fetch(Path(path))
     try:
         load_checkpoint(here, strategy, "weights", shared=storage.shared)
     finally:
