@@ -27,6 +27,7 @@ from harness import faults  # noqa: E402
 
 from multigpu_ft.launcher.commands import flags
 from multigpu_ft.run.run_dir import RunDir
+from multigpu_ft.run.secrets import new_run_secret
 
 BIN, REPO = Path(sys.executable).parent, Path(__file__).parents[2]
 _NUMBERS = itertools.count()
@@ -51,15 +52,19 @@ def ip(*words):
 
 
 class Hosts:
-    "`count` machines on a switch. They see this machine's files; a folder stands for a machine's own disk."
+    """`count` machines on a switch, which have the same run secret.
+
+    They see this machine's files; a folder stands for a machine's own disk."""
 
     def __init__(self, count=2):
         self.tag = f"{os.getpid():x}{next(_NUMBERS)}"
         self.switch, self.names = f"sw{self.tag}", [f"h{i}x{self.tag}" for i in range(count)]
         self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
         self.started = []
+        self.settings = tempfile.mkdtemp(prefix="hosts-")
 
     def __enter__(self):
+        self.give_secret(self.settings)
         ip("netns", "add", self.switch)
         ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
         ip("-n", self.switch, "link", "set", "bridge", "up")
@@ -96,6 +101,15 @@ class Hosts:
         for name in [*self.names, self.switch]:
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        shutil.rmtree(self.settings)
+
+    @staticmethod
+    def give_secret(settings):
+        "Put a new run secret where a machine with the folder `settings` looks for it."
+        file = Path(settings, "multigpu_ft", "run_secret")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(0o600)
+        file.write_text(new_run_secret())
 
     def cut(self, host=1):
         "Pull the cable of `host` out of the switch: messages are lost without an error."
@@ -119,7 +133,8 @@ class Hosts:
             *map(str, words),
         ]
         out = open(log, "w") if log else subprocess.PIPE
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        ours = {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": self.settings}
+        environment = {**os.environ, **ours, **env}
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -131,12 +146,12 @@ class Hosts:
         self.started.append(process)
         return process
 
-    def pod(self, host, name, template, environment, config, shared):
+    def pod(self, host, name, template, environment, config, shared, secrets):
         """Run `template` as pod number `host` of job `name`, as Kubernetes does.
 
         Its command is process 1, its root is read-only, and its hosts have names.
 
-        `config` and `shared` are folders of this machine. The user stays the same, because a
+        `config`, `shared` and `secrets` are folders of this machine. The user stays the same, because a
         developer's interpreter may be readable by root only."""
         hosts = Path("/etc/netns", self.names[host], "hosts")
         hosts.parent.mkdir(parents=True, exist_ok=True)
@@ -145,6 +160,7 @@ class Hosts:
             + "".join(f"{a} {name}-{n}.{name} {name}-{n}\n" for n, a in enumerate(self.addresses))
         )
         container = template["spec"]["containers"][0]
+        mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
         command = [
             word.replace("$(JOB_COMPLETION_INDEX)", str(host)) for word in container["command"]
         ]
@@ -157,6 +173,7 @@ class Hosts:
             "mount -t tmpfs tmpfs /mnt; mkdir /mnt/upper /mnt/work /mnt/root; "
             "mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work "
             "/mnt/root; cd /mnt/root; mkdir -p config shared home/multigpu-ft; "
+            f"mkdir -p ./{mounted['secrets']}; mount --bind {secrets} ./{mounted['secrets']}; "
             f"mount -t tmpfs tmpfs tmp; {binds} "  # the order matters: the checkout may be in /tmp
             f"mount --bind {config} config; mount -o remount,bind,ro config; "
             f"mount --bind {shared} shared; mount -t tmpfs tmpfs home/multigpu-ft; "

@@ -18,6 +18,7 @@ from harness.runs import slow
 
 from multigpu_ft import Run, RunConfig, RunDir, deploy_kubernetes
 from multigpu_ft.launcher.commands import flags
+from multigpu_ft.run.secrets import new_run_secret
 
 no_hosts = hosts.missing()
 pytestmark = pytest.mark.skipif(bool(no_hosts), reason=str(no_hosts))
@@ -360,7 +361,7 @@ def test_the_pods_of_a_job(net, material, tmp_path):
     """Run the command of the rendered pods, with the variables that Kubernetes would set.
 
     Evicted, they end with 75 on both nodes; started again, they finish."""
-    shared, config = tmp_path / "shared", tmp_path / "config"
+    shared, config, secrets = (tmp_path / each for each in ("shared", "config", "secrets"))
     shutil.copytree(material, shared / "data")
     config.mkdir()
     resources = {
@@ -393,13 +394,16 @@ def test_the_pods_of_a_job(net, material, tmp_path):
         job["metadata"]["name"],
         next(data for data in maps.values() if "HOME" in data),
     )
+    secrets.mkdir()
+    (secrets / "RUN_SECRET").write_text(new_run_secret())  # as the cluster mounts it
     (config / "cfg.json").write_text(
         next(data["cfg.json"] for data in maps.values() if "cfg.json" in data)
     )
 
     def pods():
         return [
-            net.pod(n, name, job["spec"]["template"], variables, config, shared) for n in range(2)
+            net.pod(n, name, job["spec"]["template"], variables, config, shared, secrets)
+            for n in range(2)
         ]
 
     run_dir = RunDir(shared / "runs" / "pods")
