@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from . import errors
-from .errors import Brief, frame_lines
+from .errors import Brief, frame_lines, printable
 from .run_dir import RunDir
 
 # %% ../../nbs/run/06_failures.ipynb #b16d32a5
@@ -79,21 +79,24 @@ def _exception_of(name: Any) -> type[Exception] | None:
 
 def failure_of(run_dir: RunDir, failure: dict[str, Any]) -> Exception:
     "Return the exception for status.json's `failure`."
+    text, node = failure.get("text"), failure.get("node")
     if failure.get("clear") and (kind := _exception_of(failure.get("type"))):
-        return kind(failure["text"])
+        return kind(printable(str(text)))
     rank, code = failure.get("rank"), failure.get("exitcode")
-    who = f"rank {rank} on {failure['node']}" if "node" in failure else f"rank {rank}"
+    who = f"rank {rank} on {node}" if node else f"rank {rank}"
     if failure.get("type"):
-        raised = f"{who} raised {failure['type']}: {failure['text']}"
-        what = raised + _where(run_dir, failure)
-    elif "text" in failure:
-        what = f"on {failure['node']}: {failure['text']}" if "node" in failure else failure["text"]
+        what = f"{who} raised {failure['type']}: {text}" + _where(run_dir, failure)
+    elif text is not None:
+        what = f"on {node}: {text}" if node else str(text)
         what += _where(run_dir, failure) if failure.get("traceback") else ""
-    else:
+    elif isinstance(code, int):
         reason = _reason_for_kill(run_dir) if code == -signal.SIGKILL else ""
-        what = f"{who} (pid {failure['pid']}) {ending(code)}{reason}. "
+        what = f"{who} (pid {failure.get('pid')}) {ending(code)}{reason}. "
         what += end_of_log(run_dir, rank)
-    return RunFailed(what, rank, code, failure.get("traceback"), failure.get("node_rank"))
+    else:
+        what = f"{who} failed without a word about it"
+    told = failure.get("traceback"), failure.get("node_rank")
+    return RunFailed(printable(what), rank, code, *told)
 
 
 _ATTRIBUTE = "`traceback` of this exception, or %tb Verbose in a notebook"
@@ -107,7 +110,7 @@ def _where(run_dir: RunDir, failure: dict[str, Any]) -> str:
             frames = frames[1:]  # how a call begins
         is_whole = not any("folded" in frame for frame in frames)
         place = "" if is_whole else _ATTRIBUTE
-    elif "node" in failure:
+    elif failure.get("node"):
         place = f"logs/rank{failure.get('rank')}.log on {failure['node']}"
     else:
         place = find_log(run_dir, failure.get("rank", "agent")) or _ATTRIBUTE
