@@ -54,20 +54,24 @@ def ip(*words):
 class Hosts:
     """`count` machines on a switch, which have the same run secret.
 
-    They see this machine's files; a folder stands for a machine's own disk."""
+    They see this machine's files; a folder stands for a machine's own disk. With `relay` the switch
+    is a program, which can `do` more than cut a link."""
 
-    def __init__(self, count=2):
+    def __init__(self, count=2, ipv6=False, relay=False):
         self.tag = f"{os.getpid():x}{next(_NUMBERS)}"
+        self.ipv6, self.relay = ipv6, relay
         self.switch, self.names = f"sw{self.tag}", [f"h{i}x{self.tag}" for i in range(count)]
-        self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
+        prefix = "fd00:77::" if ipv6 else "10.77.0."
+        self.addresses = [f"{prefix}{i + 1}" for i in range(count)]
         self.started = []
         self.settings = tempfile.mkdtemp(prefix="hosts-")
 
     def __enter__(self):
         self.give_secret(self.settings)
         ip("netns", "add", self.switch)
-        ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", self.switch, "link", "set", "bridge", "up")
+        if not self.relay:
+            ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
+            ip("-n", self.switch, "link", "set", "bridge", "up")
         for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             ip("netns", "add", name)
             ip(
@@ -84,10 +88,22 @@ class Hosts:
                 "netns",
                 name,
             )
-            ip("-n", self.switch, "link", "set", f"port{number}", "master", "bridge", "up")
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            at = [] if self.relay else ["master", "bridge"]
+            ip("-n", self.switch, "link", "set", f"port{number}", *at, "promisc", "on", "up")
+            size = ["64", "nodad"] if self.ipv6 else ["24"]
+            ip("-n", name, "address", "add", f"{address}/{size[0]}", "dev", "eth0", *size[1:])
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
+        if self.relay:
+            words = [sys.executable, Path(__file__).with_name("relay.py"), "port0", "port1"]
+            self.relay = subprocess.Popen(
+                ["ip", "netns", "exec", self.switch, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert self.relay.stdout.readline() == "ready\n"
+            self.started.append(self.relay)
         return self
 
     def __exit__(self, *_):
@@ -102,6 +118,18 @@ class Hosts:
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         shutil.rmtree(self.settings)
+
+    def do(self, **what):
+        "Have the relay delay (s), lose (share), or keep frames from the ports in `deaf`."
+        self.relay.stdin.write(json.dumps(what) + "\n")
+        self.relay.stdin.flush()
+
+    def processes(self, host):
+        "Return the processes of a machine."
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True
+        )
+        return [psutil.Process(int(pid)) for pid in listed.stdout.split()]
 
     @staticmethod
     def give_secret(settings):
@@ -216,7 +244,7 @@ class Hosts:
         return process
 
     def rdzv(self, port=29400):
-        return f"{self.addresses[0]}:{port}"
+        return f"[{self.addresses[0]}]:{port}" if self.ipv6 else f"{self.addresses[0]}:{port}"
 
     def train(self, host, cfg, *more, rdzv=None, **env):
         "Run `multigpu-ft train` as node `host`."

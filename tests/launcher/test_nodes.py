@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import faults, hosts
+from harness import faults, host_faults, hosts
 from harness.runs import slow
 
 from multigpu_ft import Run, RunConfig, RunDir, deploy_kubernetes
@@ -241,6 +241,29 @@ def test_a_cut_link_ends_both_sides(net, material, tmp_path):
 def test_the_link_is_cut_again_and_again(material, server, tmp_path, shared):
     "10 times, at random points. The run restarts itself and ends with the bits of an undisturbed run."
     print(hosts.Cuts(tmp_path, material, server, seed=3 + shared, shared=shared, nproc=1).run(10))
+
+
+@pytest.fixture(scope="module")
+def calm(server, material, tmp_path_factory):
+    return host_faults.Calm(tmp_path_factory.mktemp("calm"), material, server)
+
+
+# `make faults` has those that take minutes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "cut from node 0 to node 1",
+        "node 0 killed and started again",
+        "clock a year ahead",
+        "older version",
+        "full disk",
+        "IPv6 only",
+    ],
+)
+def test_a_fault_of_two_machines(calm, material, tmp_path, fault):
+    "The run ends with the losses and weights of an undisturbed one, and nothing is left."
+    host_faults.run_fault(fault, tmp_path, material, calm)
 
 
 @pytest.mark.slow
