@@ -520,10 +520,11 @@ def _secret(arguments: list[str], as_json: bool) -> dict[str, Any]:
     _parse("secret", _no_options, arguments)
     path = make_run_secret()
     if not as_json:
-        print(f"secret    {path}")
-        print(
-            f"next      copy it to the same place on every machine of a run: scp -p {path} HOST:{path}"
-        )
+        file = str(path).replace(str(Path.home()), "~", 1)
+        copy = f"umask 077; mkdir -p {Path(file).parent}; cat > {file}"
+        print(f"secret    {file}")
+        print("next      copy it to the same place on all machines of a run, for instance with")
+        print(f"          ssh HOST '{copy}' < {file}")
     return {"secret": str(path)}
 
 # %% ../nbs/04_cli.ipynb #c7536995

@@ -115,6 +115,7 @@ def _in_cluster(cfg: RunConfig, resources: Resources, name: str) -> RunConfig:
 
 # %% ../../nbs/deploy/05_kubernetes.ipynb #7f33d668
 _WATCHER, _RBAC = f"{ACCOUNT}-watcher", "rbac.authorization.k8s.io"
+_RUN_SECRET = f"{ACCOUNT}-run-secret"
 Manifest = dict[str, Any]
 
 
@@ -237,15 +238,15 @@ def _policies(resources: Resources, name: str, internet: bool) -> list[Manifest]
     ]
 
 
-def _run_secret(cfg: RunConfig, name: str) -> str | None:
+def _run_secret(cfg: RunConfig) -> str | None:
     "Return the name of the Secret by which the nodes know each other, if they need one."
-    return f"{name}-run-secret" if cfg.nnodes > 1 and not cfg.trusted_network else None
+    return _RUN_SECRET if cfg.nnodes > 1 and not cfg.trusted_network else None
 
 
 def _config_maps(cfg: RunConfig, resources: Resources, name: str, offline: bool) -> list[Manifest]:
     files = {
         name: {"cfg.json": json.dumps(cfg.model_dump(), indent=1)},
-        f"{name}-env": environment(resources, offline, _run_secret(cfg, name)),
+        f"{name}-env": environment(resources, offline, _run_secret(cfg)),
     }
     return [
         _object(
@@ -460,14 +461,13 @@ class Manifests:
         return self.files
 
     def submit(self) -> None:
-        "Send them to the cluster of the current kubeconfig, with a new run secret."
+        "Send them to the cluster of the current kubeconfig, with a run secret if it has none."
         space, *others = self.manifests
         made = [space]
         if self.run_secret:
-            marks = labels(self.name, "node")
             value = {RUN_SECRET: new_run_secret()}
             body = {"immutable": True, "type": "Opaque", "stringData": value}
-            made.append(_object("v1", "Secret", self.run_secret, self.namespace, marks, **body))
+            made.append(_object("v1", "Secret", self.run_secret, self.namespace, **body))
         self.cluster, self.remarks = send([*made, *others])
 
     def record(self) -> dict[str, Any]:
@@ -528,7 +528,7 @@ def deploy_kubernetes(
     resources = Resources.read(resources)
     name, internet = _run_name(cfg, resources), _needs_internet(cfg, resources)
     settled = _in_cluster(cfg, resources, name)
-    run_secret = _run_secret(settled, name)
+    run_secret = _run_secret(settled)
     found = Manifests(
         name,
         [

@@ -404,7 +404,7 @@ def test_the_configuration_of_the_run():
     )
     (secrets,) = (v["projected"] for v in node(manifests)["volumes"] if "projected" in v)
     names = [source["secret"]["name"] for source in secrets["sources"]]
-    assert names == ["multigpu-ft-tokens", "opt-lora-run-secret"]
+    assert names == ["multigpu-ft-tokens", "multigpu-ft-run-secret"]
     assert secrets["defaultMode"] == 0o440
     assert find(manifests, "PersistentVolumeClaim") == [] and node(manifests)["volumes"][0][
         "persistentVolumeClaim"
@@ -710,18 +710,17 @@ def test_the_rendered_manifests_are_sent(api, target):
         )
 
 
-def test_each_job_gets_a_run_secret_of_its_own(api, tmp_path):
+def test_a_namespace_gets_one_run_secret(api, tmp_path):
     "Several nodes know each other by it; it is sent, and neither written nor shown."
     for name in ("one", "two"):
         deployed = deploy_kubernetes(RunConfig(run_name=name), PLAIN, out=tmp_path, submit=True)
         shown = [repr(deployed), deployed._repr_html_(), json.dumps(deployed.record())]
         shown += [path.read_text() for path in tmp_path.glob("*.yaml")]
-        secret = find([body for *_, body in api.sent], "Secret")[-1]
-        assert secret["metadata"]["name"] == f"{name}-run-secret" and secret["immutable"]
+        (secret,) = find([body for *_, body in api.sent], "Secret")
+        assert secret["metadata"]["name"] == "multigpu-ft-run-secret" and secret["immutable"]
         assert len(secret["stringData"]["RUN_SECRET"]) == 64
         assert secret["stringData"]["RUN_SECRET"] not in "".join(shown)
-    one, two = find([body for *_, body in api.sent], "Secret")
-    assert one["stringData"] != two["stringData"]
+    assert not [path for path, _, kind, _ in api.sent if kind == "DELETE" and "secret" in path]
     for cfg, resources in (
         (RunConfig(trusted_network=True), PLAIN),
         (RunConfig(), {**PLAIN, "replicas": 1}),
@@ -761,11 +760,7 @@ def test_an_existing_job_is_left_alone(api):
     del api.objects["/apis/batch/v1/namespaces/multigpu-ft/jobs/opt-tiny-0-5000"]
     deploy_kubernetes(RunConfig(end_idx=5000, learning_rate=1e-4), PLAIN, submit=True)
     anew = [path.split("/")[-1] for path, _, kind, _ in api.sent if kind == "DELETE"]
-    assert sorted(anew) == [
-        "opt-tiny-0-5000",
-        "opt-tiny-0-5000-env",
-        "opt-tiny-0-5000-run-secret",
-    ], "what is immutable"
+    assert anew == ["opt-tiny-0-5000", "opt-tiny-0-5000-env"], "what is immutable"
     assert (
         '"learning_rate": 0.0001'
         in api.objects["/api/v1/namespaces/multigpu-ft/configmaps/opt-tiny-0-5000"]["data"][
