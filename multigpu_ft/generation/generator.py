@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from ..checkpoints.manifest import content_sample
 from ..data.tokenization import closing_token
-from ..distributed.world import World, join_world
+from ..distributed.world import World, join_world, store_of_machine
 from multigpu_ft.generation.completions import (
     GenerationJob,
     Shard,
@@ -63,9 +63,12 @@ from ..tracking.metrics import RunLog, peak_memory
 
 # %% ../../nbs/generation/09_generator.ipynb #7b01e865
 def _join_store() -> dist.Store:
-    "Connect to the store that torchrun keeps."
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(hours=2))
+    "Connect to the store of this machine's ranks, or else to the one that torchrun keeps."
+    longest = timedelta(hours=2)
+    store = store_of_machine(longest)
+    if store is None:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, timeout=longest)
     return dist.PrefixStore("generation", store)
 
 
@@ -360,7 +363,7 @@ _LOG_EVERY_S = 2.0
 
 
 class _SharedCounts:
-    "The counts of all ranks in torchrun's store, and the request to stop."
+    "The counts of all ranks in their store, and the request to stop."
 
     def __init__(self, store: dist.Store, is_main: bool) -> None:
         self._store, self._is_main = store, is_main
