@@ -35,7 +35,7 @@ from .launcher.slices import run_slices
 from .launcher.sync import sync
 from .memory.api import estimate
 from .run.config import PRESET_NEEDS, PRESETS, RunConfig
-from .run.errors import ConfigError, did_you_mean
+from .run.errors import ConfigError, did_you_mean, printable
 from .run.failures import RunFailed
 from .run.numbers import FIRST_STEP_LOSS, change, held_out_changes, loss_unit, score
 from .run.run_dir import STOPPED_EXIT_CODE
@@ -610,7 +610,7 @@ def main() -> None:
     except Terminated:  # before there was anything to stop
         sys.exit(STOPPED_EXIT_CODE)
     except (ValueError, RunFailed) as error:
-        message = f"multigpu-ft {verb}: {type(error).__name__}: {error}"
+        message = printable(f"multigpu-ft {verb}: {type(error).__name__}: {error}")
         node_rank = _take(list(arguments), "--node-rank")
         code = _exit_code_of_job(error, node_rank) if as_job else 1
         if code == 1:

@@ -5,6 +5,7 @@ import os
 import stat
 import tempfile
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 from harness.runs import running
 
-from multigpu_ft import RunConfig, launch
+from multigpu_ft import RunConfig, evaluate, generate, launch
 from multigpu_ft.launcher import agent
 
 STRANGER = 65534
@@ -72,8 +73,10 @@ def _listening(pids):
 
 def _read(folder):
     "Return what a stranger can list or read in `folder`."
-    found = []
-    for path in [folder, *sorted(Path(folder).rglob("*"))]:
+    found, within = [], []
+    with suppress(PermissionError):
+        within = sorted(Path(folder).rglob("*"))
+    for path in [folder, *within]:
         try:
             os.listdir(path) if Path(path).is_dir() else Path(path).read_bytes()
             found.append(str(path))
@@ -101,23 +104,46 @@ def test_there_is_no_seat_to_take_in_a_run_on_one_machine(tmp_path):
     assert not store.parent.exists(), "what a killed agent left, the next one removes"
 
 
-def test_what_a_run_leaves_is_its_users_alone(tmp_path):
-    tmp_path.chmod(0o755)
-    before = os.umask(0o022)
+@pytest.fixture
+def reachable():
+    "Return a folder that every user can list, unlike those that pytest makes."
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_what_a_run_leaves_is_its_users_alone(reachable, umask):
+    root = reachable / "runs"
+    rows = reachable / "rows.jsonl"
+    rows.write_text('{"question": "Why?"}\n')
+    cfg = RunConfig(
+        run_root=str(root),
+        end_idx=16,
+        eval_start_idx=16,
+        eval_end_idx=24,
+        nproc=1,
+        tracker="tensorboard",
+    )
+    before = os.umask(umask)
     try:
-        run = launch(RunConfig(run_root=str(tmp_path / "runs"), end_idx=16, nproc=1))
+        run = launch(cfg)
+        evaluate(run, nproc=1, folder=reachable / "report")
+        made = generate(
+            run, dataset=str(rows), output=reachable / "answers.jsonl", nproc=1, max_new_tokens=3
+        )
     finally:
         os.umask(before)
-    assert run.dir.path.stat().st_mode & 0o777 == 0o700
-    parents = [p for p in tmp_path.parents if p.stat().st_uid == os.getuid()]
-    modes = {p: p.stat().st_mode for p in parents if p != Path("/")}
-    try:
-        for path in modes:
-            path.chmod(path.stat().st_mode | stat.S_IXOTH)
-        assert as_stranger(_read, run.dir.path) == []
-    finally:
-        for path, mode in modes.items():
-            path.chmod(stat.S_IMODE(mode))
+    assert (run.state, made.state) == ("done", "done")
+    for folder in (run.dir.path, made.run.dir.path, reachable / "report"):
+        assert as_stranger(_read, folder) == []
+    # the root has the user's own mode: its names can be read, but no run
+    seen = as_stranger(_read, root)
+    boards = [str(root / "tensorboard")]
+    assert seen == ([str(root), *boards] if umask == 0o022 else [])
+    left = [root, made.run.dir.path, reachable / "report"]
+    for path in (found for folder in left for found in [folder, *folder.rglob("*")]):
+        assert not stat.S_IMODE(path.stat().st_mode) & umask, f"{path} is wider than the umask"
 
 
 def _plant(kind):

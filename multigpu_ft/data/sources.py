@@ -20,12 +20,14 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..run.config import BUILTIN_DATASET, RunConfig
 from ..run.errors import DataError
-from ..run.run_dir import replace_file
+from ..run.processes import is_own
+from ..run.run_dir import PRIVATE, replace_file
 
 # %% ../../nbs/data/01_sources.ipynb #bd96c5ee
 _NO_LIBRARY_CODE = {
@@ -108,15 +110,24 @@ def cache_dir() -> Path:
 
     `XDG_CACHE_HOME` moves it."""
     python = f"python-{'.'.join(map(str, sys.version_info[:3]))}-v2"
-    for base in (os.environ.get("XDG_CACHE_HOME"), Path.home() / ".cache", tempfile.gettempdir()):
-        if base and os.access(_first_existing(Path(base)), os.W_OK):
-            folder = Path(base) / "multigpu_ft" / python
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
+    bases = filter(None, (os.environ.get("XDG_CACHE_HOME"), Path.home() / ".cache"))
+    usable = [base for base in map(Path, bases) if os.access(_first_existing(base), os.W_OK)]
+    if base := usable[0] if usable else _temporary():
+        folder = base / "multigpu_ft" / python
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
     raise DataError(
         "no folder to keep the built-in corpus in: neither the home nor the temporary folder "
         "can be written; set XDG_CACHE_HOME."
     )
+
+
+def _temporary() -> Path | None:
+    "Return this user's folder in the temporary one, or None if another user has taken its name."
+    folder = Path(tempfile.gettempdir(), f"multigpu_ft-cache-{os.getuid()}")
+    with suppress(OSError):
+        folder.mkdir(PRIVATE, exist_ok=True)
+    return folder if is_own(folder) else None
 
 
 def _first_existing(path: Path) -> Path:

@@ -38,7 +38,7 @@ from ..run.errors import ConfigError
 from ..run.numbers import frequency, one_line, percent
 from ..run.parameters import documented
 from ..run.processes import is_alive
-from ..run.run_dir import RunDir, write_json
+from ..run.run_dir import PRIVATE, RunDir, write_json
 from ..run.secrets import refuse_secrets, use_secrets
 
 # %% ../../nbs/generation/11_api.ipynb #f5913f5a
@@ -236,6 +236,11 @@ def _jsonl_path(name: str, value: str | Path) -> Path:
         raise ConfigError(
             f"{name}={str(path)!r} must end in .jsonl: the file has one JSON record per line."
         )
+    if path.name.startswith("-") or not path.name.isprintable() or len(path.name.encode()) > 200:
+        raise ConfigError(
+            f"{name}={str(path)!r}: the name of the file may have 200 bytes at most, "
+            "no control characters, and no '-' at the beginning."
+        )
     return path
 
 
@@ -290,8 +295,9 @@ def _open(folder: Path, cfg: RunConfig, job: GenerationJob, reward: bytes | None
         raise ConfigError(
             f"{job.output} is being generated right now; Run.attach({str(folder)!r}) shows it."
         )
+    folder.mkdir(PRIVATE, parents=True, exist_ok=True)
     for name in ("logs", "errors", "beats", "samples", "report", "checkpoints"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name).mkdir(exist_ok=True)
     leftovers = [folder / name for name in ("stop", "metrics.jsonl", "status.json", "reward.pkl")]
     for old in (*folder.glob("errors/*"), *folder.glob("beats/*"), *leftovers):
         old.unlink(missing_ok=True)

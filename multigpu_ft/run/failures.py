@@ -7,6 +7,7 @@ __all__ = ['tail', 'find_log', 'end_of_log', 'RunFailed', 'failure_of', 'ending'
 
 # %% ../../nbs/run/06_failures.ipynb #9f12d9cd
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from .errors import Brief, frame_lines, printable
 from .run_dir import RunDir
 
 # %% ../../nbs/run/06_failures.ipynb #b16d32a5
+_COLORS = re.compile(r"\x1b\[[\d;]*m")  # of a terminal
+
+
 def tail(path: Path, lines: int = 12) -> str:
     "Return the last `lines` lines of a log without reading all of it."
     try:
@@ -26,9 +30,9 @@ def tail(path: Path, lines: int = 12) -> str:
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return "(empty)"
-    shown = text.rstrip("\n").split("\n")[-lines:]
+    shown = _COLORS.sub("", text).rstrip("\n").split("\n")[-lines:]
     # a progress bar overwrites its line, and only the last version was visible
-    return "\n".join(line.rpartition("\r")[2] for line in shown)
+    return printable("\n".join(line.rpartition("\r")[2] for line in shown))
 
 
 def _is_call(run_dir: RunDir) -> bool:
@@ -65,9 +69,9 @@ class RunFailed(Brief, RuntimeError):
         traceback: str | None = None,
         node_rank: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.rank, self.exitcode = rank, exitcode
-        self.traceback, self.node_rank = traceback, node_rank
+        self.traceback, self.node_rank = traceback and printable(traceback), node_rank
 
 
 def _exception_of(name: Any) -> type[Exception] | None:
