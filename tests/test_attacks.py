@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-import stat
+import shutil
 import tempfile
 import threading
 from datetime import timedelta
@@ -12,7 +12,8 @@ import psutil
 import pytest
 from harness.runs import running
 
-from multigpu_ft import RunConfig, launch
+from multigpu_ft import ConfigError, DataError, RunConfig, launch
+from multigpu_ft.data.sources import cache_dir
 from multigpu_ft.launcher import agent
 
 STRANGER = 65534
@@ -101,47 +102,95 @@ def test_there_is_no_seat_to_take_in_a_run_on_one_machine(tmp_path):
     assert not store.parent.exists(), "what a killed agent left, the next one removes"
 
 
-def test_what_a_run_leaves_is_its_users_alone(tmp_path):
-    tmp_path.chmod(0o755)
+@pytest.fixture
+def shared_tmp(monkeypatch):
+    "Return a folder that is to everyone what /tmp is, and that this process takes for it."
+    # not in pytest's folder, which the start of another pytest closes to others
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_what_a_run_leaves_is_its_users_alone(shared_tmp):
     before = os.umask(0o022)
     try:
-        run = launch(RunConfig(run_root=str(tmp_path / "runs"), end_idx=16, nproc=1))
+        run = launch(RunConfig(run_root=str(shared_tmp / "runs"), end_idx=16, nproc=1))
     finally:
         os.umask(before)
     assert run.dir.path.stat().st_mode & 0o777 == 0o700
-    parents = [p for p in tmp_path.parents if p.stat().st_uid == os.getuid()]
-    modes = {p: p.stat().st_mode for p in parents if p != Path("/")}
-    try:
-        for path in modes:
-            path.chmod(path.stat().st_mode | stat.S_IXOTH)
-        assert as_stranger(_read, run.dir.path) == []
-    finally:
-        for path, mode in modes.items():
-            path.chmod(stat.S_IMODE(mode))
+    assert as_stranger(_read, run.dir.path) == []
 
 
-def _plant(kind):
-    "Put what looks like the directory of a call into /tmp."
-    folder = Path(tempfile.mkdtemp(prefix="multigpu_ft-call-"))
+def _plant(kind, started):
+    "Put what looks like the directory of a call, or of an agent that has ended, into /tmp."
+    folder = Path(tempfile.mkdtemp(prefix=started))
     folder.chmod(0o755)
+    status = folder / "status.json"
     if kind == "garbage":
-        (folder / "status.json").write_text('{"pids": ')
-        (folder / "status.json").chmod(0o644)
+        status.write_text('{"pids": ')
+        status.chmod(0o644)
     else:
-        os.mkfifo(folder / "status.json", 0o666)
-    return str(folder)
+        os.mkfifo(status, 0o666)
+    if kind == "link":
+        away = folder.rename(folder.with_name(f"away-{folder.name}"))
+        folder.symlink_to(away)
+        return [str(away), str(folder)]
+    return [str(folder)]
 
 
-@pytest.mark.parametrize("kind", ["garbage", "fifo"])
-def test_a_strangers_folder_in_tmp_neither_breaks_nor_freezes_a_call(kind):
-    planted = Path(as_stranger(_plant, kind))
+@pytest.mark.parametrize("kind", ["garbage", "fifo", "link"])
+@pytest.mark.parametrize("started", ["multigpu_ft-call-", f"{agent._STORES}1-"])
+def test_a_strangers_folder_in_tmp_neither_breaks_nor_freezes_a_call(kind, started):
+    planted = [Path(path) for path in as_stranger(_plant, kind, started)]
     try:
         done = []
         call = threading.Thread(target=lambda: done.append(launch(os.getpid, nproc=1)), daemon=True)
         call.start()
         call.join(90)
-        assert done and planted.exists()
+        assert done and all(path.exists() for path in planted)
+        agent._sweep_stores()
+        assert all(path.exists() for path in planted)
     finally:
-        for path in planted.iterdir():
-            path.unlink()
-        planted.rmdir()
+        for path in reversed(planted):
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
+def _listed(path):
+    return sorted(p.name for p in path.rglob("*"))
+
+
+def test_a_cache_in_tmp_is_never_in_a_strangers_folder(shared_tmp, monkeypatch):
+    "A user without a home that can be written has it in /tmp, where another may have made it first."
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/proc/none")
+
+    def cached():
+        return str(cache_dir())
+
+    cache = Path(as_stranger(cached))
+    own = shared_tmp / f"multigpu_ft-{STRANGER}"
+    assert cache.parent == own and own.stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(own)
+    for name in ("multigpu_ft", own.name):  # root is the stranger of that user
+        (shared_tmp / name).mkdir()
+        (shared_tmp / name).chmod(0o777)
+    refused = as_stranger(cached)
+    assert isinstance(refused, DataError) and f"{own} can't either, or is another" in str(refused)
+    assert _listed(shared_tmp) == ["multigpu_ft", own.name]
+
+
+def test_compiled_code_of_a_stranger_is_not_run(shared_tmp):
+    from multigpu_ft.models.loading import load_model, load_tokenizer
+    from multigpu_ft.training.setup import with_loss
+
+    def compiled():
+        return with_loss(cfg, model, None)
+
+    cfg = RunConfig(compile=True)
+    model = load_model(cfg, load_tokenizer(cfg))
+    compiled()
+    (own,) = shared_tmp.glob("torchinductor_*")
+    os.chown(own, STRANGER, STRANGER)
+    with pytest.raises(ConfigError, match="which is not a folder of yours; set TMPDIR"):
+        compiled()
