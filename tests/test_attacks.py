@@ -139,21 +139,30 @@ def _plant(kind, started):
     return [str(folder)]
 
 
-@pytest.mark.parametrize("kind", ["garbage", "fifo", "link"])
-@pytest.mark.parametrize("started", ["multigpu_ft-call-", f"{agent._STORES}1-"])
-def test_a_strangers_folder_in_tmp_neither_breaks_nor_freezes_a_call(kind, started):
-    planted = [Path(path) for path in as_stranger(_plant, kind, started)]
-    try:
-        done = []
-        call = threading.Thread(target=lambda: done.append(launch(os.getpid, nproc=1)), daemon=True)
-        call.start()
-        call.join(90)
-        assert done and all(path.exists() for path in planted)
-        agent._sweep_stores()
-        assert all(path.exists() for path in planted)
-    finally:
-        for path in reversed(planted):
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+@pytest.fixture
+def planted(request):
+    paths = [Path(path) for path in as_stranger(_plant, *request.param)]
+    yield paths
+    for path in reversed(paths):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
+CALLS = [(kind, "multigpu_ft-call-") for kind in ("garbage", "fifo", "link")]
+
+
+@pytest.mark.parametrize("planted", CALLS, indirect=True, ids=lambda param: param[0])
+def test_a_strangers_folder_in_tmp_neither_breaks_nor_freezes_a_call(planted):
+    done = []
+    call = threading.Thread(target=lambda: done.append(launch(os.getpid, nproc=1)), daemon=True)
+    call.start()
+    call.join(90)
+    assert done and all(path.exists() for path in planted)
+
+
+@pytest.mark.parametrize("planted", [("garbage", f"{agent._STORES}99999999-")], indirect=True)
+def test_only_own_stores_are_swept(planted):
+    agent._sweep_stores()
+    assert planted[0].exists(), "root could remove it"
 
 
 def _listed(path):
