@@ -110,28 +110,28 @@ def cache_dir() -> Path:
 
     `XDG_CACHE_HOME` moves it."""
     python = f"python-{'.'.join(map(str, sys.version_info[:3]))}-v2"
-    bases = filter(None, (os.environ.get("XDG_CACHE_HOME"), Path.home() / ".cache"))
-    usable = [base for base in map(Path, bases) if os.access(_first_existing(base), os.W_OK)]
-    if base := usable[0] if usable else _temporary():
-        folder = base / "multigpu_ft" / python
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    raise DataError(
-        "no folder to keep the built-in corpus in: neither the home nor the temporary folder "
-        "can be written; set XDG_CACHE_HOME."
-    )
-
-
-def _temporary() -> Path | None:
-    "Return this user's folder in the temporary one, or None if another user has taken its name."
-    folder = Path(tempfile.gettempdir(), f"multigpu_ft-cache-{os.getuid()}")
+    for base in (os.environ.get("XDG_CACHE_HOME"), Path.home() / ".cache"):
+        if base and os.access(_first_existing(Path(base)), os.W_OK):
+            return _made(Path(base) / "multigpu_ft" / python)
+    # in /tmp, another user may have put something under any name
+    own = Path(tempfile.gettempdir(), f"multigpu_ft-{os.getuid()}")
     with suppress(OSError):
-        folder.mkdir(PRIVATE, exist_ok=True)
-    return folder if is_own(folder) else None
+        own.mkdir(PRIVATE, exist_ok=True)
+    if is_own(own):
+        return _made(own / python)
+    raise DataError(
+        f"no folder to keep the built-in corpus in: the home folder can't be written, and {own} "
+        "can't either, or is another user's; set XDG_CACHE_HOME."
+    )
 
 
 def _first_existing(path: Path) -> Path:
     return path if path.exists() else _first_existing(path.parent)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 # %% ../../nbs/data/01_sources.ipynb #9571e752
 def _lines(path: Path) -> Iterator[str]:

@@ -8,7 +8,6 @@ __all__ = ['Source', 'TransformersModel', 'fine_tuned_of', 'load_chat_tokenizer'
 
 # %% ../../nbs/generation/09_generator.ipynb #d9f221e4
 import os
-import pickle
 import socket
 import sys
 import time
@@ -56,6 +55,7 @@ from ..models.loading import PLAIN_CHAT, load_tokenizer
 from ..models.quantization import to_evaluation_mode
 from ..run.config import RunConfig
 from ..run.errors import ModelError
+from ..run.payload import REWARD_FILE, read_packed
 from ..run.processes import IDLE, Heartbeat, StopSignal, leave, write_error
 from ..run.run_dir import COMMIT_FILE, RunDir, commit_digest, read_commit
 from ..run.secrets import hide_secrets, use_secrets
@@ -332,10 +332,9 @@ class _Plan:
 
 # %% ../../nbs/generation/09_generator.ipynb #d5836fcb
 def _load_reward(run_dir: RunDir, job: GenerationJob) -> Callable[..., Any] | None:
-    packed = run_dir.path / "reward.pkl"
-    if packed.exists():
-        return pickle.loads(packed.read_bytes())[0]
-    return load_reward(job.reward) if job.reward else None
+    if not job.reward:
+        return None
+    return load_reward(job.reward) if ":" in job.reward else read_packed(run_dir, REWARD_FILE)[0]
 
 
 class _Rating:
