@@ -14,7 +14,9 @@ import psutil
 import pytest
 from harness.runs import processes, until
 
-from multigpu_ft import ConfigError, RunFailed, generate, launch
+from multigpu_ft import ConfigError, RunDir, RunFailed, generate, launch
+from multigpu_ft.generation.api import _open
+from multigpu_ft.generation.completions import GenerationJob
 from multigpu_ft.launcher import functions
 
 API_KEY = "hf_" + "a" * 34
@@ -210,7 +212,7 @@ generate(**settings, reward=lambda record, row: 1)
 
     for name in ("reward.pkl", "reward.pkl.read-0"):  # of a machine that lost its power
         (folder / name).write_text("stale")
-    assert len(generate(**asked)) == 6
+    _open(folder, RunDir(folder).config(), GenerationJob.read(RunDir(folder)), None)
     assert _packed(folder) == []
 
 
