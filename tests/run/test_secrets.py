@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
+import timeit
 import zipfile
 from urllib.parse import quote
 
@@ -19,6 +20,9 @@ from harness.notebooks import outputs
 from harness.runs import BIN, NBS
 from harness.secrets_scan import find_secrets
 from harness.wandb_server import WandbServer
+
+from multigpu_ft import ConfigError, RunConfig
+from multigpu_ft.run.secrets import hide_secrets, refuse_secrets
 
 
 def test_the_scanner_finds_planted_secrets(tmp_path):
@@ -44,6 +48,91 @@ def test_the_scanner_finds_planted_secrets(tmp_path):
     found = {file.split(" ")[0].split("/")[0] for file, _, _ in find_secrets(tmp_path, canary)}
     assert found == {*planted, "packed.zip"}
     assert find_secrets(tmp_path, {"HF_TOKEN": "hf_" + secrets.token_urlsafe(24)}) == []
+
+
+KINDS = {
+    "password in an address": "https://user:pa55word@host/data.jsonl",
+    "password of a database": "postgres://me:pa55word@db:5432/runs",
+    "signed by S3": "https://b.s3.amazonaws.com/x?X-Amz-Expires=9&X-Amz-Signature=" + "0f" * 32,
+    "signed by Google": "https://storage.googleapis.com/b/x?X-Goog-Signature=" + "0f" * 64,
+    "signed by Azure": "https://a.blob.core.windows.net/c/b?sv=2024&sig=ab%2Fcd%2Bef0123%3D",
+    "GitLab": "glpat-" + "aB3" * 7,
+    "Slack": "xoxb-123456789012-abcdefghij",
+    "Slack's hooks": "https://hooks.slack.com/services/T00000000/B00000000/" + "X" * 24,
+    "Databricks": "dapi" + "0a" * 16,
+    "Groq": "gsk_" + "a1B" * 17,
+    "NVIDIA": "nvapi-" + "x_-1" * 16,
+    "Replicate": "r8_" + "Ab1" * 12,
+    "Google": "AIza" + "Sy0_-" * 7,
+    "Google for an hour": "ya29." + "a0Af" * 10,
+    "AWS for an hour": "ASIA" + "ABCDEFGH12345678",
+    "Hugging Face's organizations": "api_org_" + "AbC" * 11,
+    "W&B's own servers": "local-" + "0123456789" * 4,
+    "a private key": "-----BEGIN OPENSSH PRIVATE KEY-----\nabcd\n-----END OPENSSH PRIVATE KEY-----",
+}
+NAMES = ("HTTP_PROXY", "MY_PAT", "HF_AUTH", "DATABASE_URL", "SSH_PRIVATE_KEY", "WANDB_KEY", "PASS")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_is_refused_as_a_parameter_and_hidden_in_a_text(kind):
+    token = KINDS[kind]
+    for field in ("dataset", "run_name", "dataset_revision"):
+        with pytest.raises(ConfigError) as caught:
+            RunConfig(**{field: token})
+        assert token not in str(caught.value) and "pa55word" not in str(caught.value)
+    hidden = hide_secrets(f"could not read '{token}': 403")
+    secret = token.rpartition("=")[2].rpartition("/")[2] if "://" in token else token
+    assert "***" in hidden and "pa55word" not in hidden and (secret not in hidden or "@" in token)
+    assert hidden.startswith("could not read '") and hidden.endswith("': 403")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_value_of_a_variable_that_is_named_like_a_secret_is_hidden(monkeypatch, name):
+    value = "http://me:correct horse@proxy:80" if name == "HTTP_PROXY" else "correct horse battery"
+    value = value.replace(" ", "-")
+    monkeypatch.setenv(name, value)
+    assert "horse" not in hide_secrets(f"login with {value} failed")
+    assert name == "HTTP_PROXY" or "***" in hide_secrets(value)
+
+
+def test_ordinary_names_and_values_are_no_secrets():
+    names = ["pass_at_k", "max_new_tokens", "patience", "author", "tokenizer", "keep", "compass"]
+    refuse_secrets(dict.fromkeys(names, "a value"))
+    for value in (
+        "git@github.com:me/repo",
+        "hub:me/model@main",
+        "s3://bucket/a:b/c",
+        "10.0.0.1:29400",
+        "sk-learn",
+        "https://host/x?page=2",
+        "runs/local-2026",
+        "localhost:8080",
+    ):
+        refuse_secrets({"dataset": value})
+        assert hide_secrets(value) == value
+
+
+def test_no_text_makes_the_search_slow():
+    "Each piece of a token, repeated, is searched in a time that grows with its length, not its square."
+    pieces = [
+        "a",
+        "sk-",
+        "glpat-",
+        "eyJ",
+        "eyJaaaaaaaa.",
+        "SG.a.",
+        "http://",
+        "://a:",
+        "?sig=",
+        "_",
+    ]
+    pieces += ["-----BEGIN PRIVATE KEY-----", "hooks.slack.com/services/", "xoxb-", "ya29."]
+    for piece in pieces:
+        short, long = (
+            min(timeit.repeat(lambda: hide_secrets(text), number=1, repeat=5))  # noqa: B023
+            for text in (piece * (20_000 // len(piece)), piece * (320_000 // len(piece)))
+        )
+        assert long < 80 * short + 0.01, (piece, short, long)
 
 
 class Watched:
@@ -201,7 +290,7 @@ def test_a_failing_run_leaves_no_secret_not_even_in_its_exception(place):
     watched = Watched(train.split(), cwd=folder / "work", env=environment)
     assert (
         watched.done.returncode == 1
-        and "RuntimeError: 401 for https://user:***@huggingface.co/api" in watched.done.stderr
+        and "RuntimeError: 401 for https://***@huggingface.co/api" in watched.done.stderr
     ), watched.done.stderr[-3000:]
     assert time.monotonic() - begun < 200
     error = next((folder / "work" / "mine").glob("*/errors/rank0.json")).read_text()
