@@ -35,7 +35,7 @@ from .launcher.slices import run_slices
 from .launcher.sync import sync
 from .memory.api import estimate
 from .run.config import PRESET_NEEDS, PRESETS, RunConfig
-from .run.errors import ConfigError, did_you_mean
+from .run.errors import ConfigError, did_you_mean, printable
 from .run.failures import RunFailed
 from .run.numbers import FIRST_STEP_LOSS, change, held_out_changes, loss_unit, score
 from .run.run_dir import STOPPED_EXIT_CODE
@@ -520,10 +520,11 @@ def _secret(arguments: list[str], as_json: bool) -> dict[str, Any]:
     _parse("secret", _no_options, arguments)
     path = make_run_secret()
     if not as_json:
-        print(f"secret    {path}")
-        print(
-            f"next      copy it to the same place on every machine of a run: scp -p {path} HOST:{path}"
-        )
+        file = str(path).replace(str(Path.home()), "~", 1)
+        copy = f"umask 077; mkdir -p {Path(file).parent}; cat > {file}"
+        print(f"secret    {file}")
+        print("next      copy it to the same place on all machines of a run, for instance with")
+        print(f"          ssh HOST '{copy}' < {file}")
     return {"secret": str(path)}
 
 # %% ../nbs/04_cli.ipynb #c7536995
@@ -609,7 +610,7 @@ def main() -> None:
     except Terminated:  # before there was anything to stop
         sys.exit(STOPPED_EXIT_CODE)
     except (ValueError, RunFailed) as error:
-        message = f"multigpu-ft {verb}: {type(error).__name__}: {error}"
+        message = printable(f"multigpu-ft {verb}: {type(error).__name__}: {error}")
         node_rank = _take(list(arguments), "--node-rank")
         code = _exit_code_of_job(error, node_rank) if as_job else 1
         if code == 1:

@@ -28,6 +28,7 @@ from .display.tables import Html, html_table
 from .launcher.api import launch
 from .run import environment, secrets
 from .run.environment import Device, has_bf16, installed_gpus, visible_among
+from .run.errors import printable
 from .run.failures import RunFailed
 
 # %% ../nbs/02_diagnostics.ipynb #4ad59cf1
@@ -72,7 +73,7 @@ class Checkup:
                         break_long_words=False,
                         break_on_hyphens=False,
                     )
-        return "\n".join([*lines, self._verdict()])
+        return printable("\n".join([*lines, self._verdict()]))
 
     def _verdict(self) -> str:
         bad, warnings = (sum(row.state == state for row in self.rows) for state in ("bad", "warn"))

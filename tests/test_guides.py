@@ -85,7 +85,7 @@ def test_two_machines_find_each_other(folder, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setitem(SMALLER, "machines", {"port": free.getsockname()[1]})
-    run_guide("machines", folder)
+    run_guide("machines", folder, {"XDG_CONFIG_HOME": str(folder)})
 
 
 @pytest.mark.timeout(900)

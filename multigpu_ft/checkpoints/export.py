@@ -244,25 +244,37 @@ def load_export(
     """Return model and tokenizer of an export, `export/` or `merged/`, in evaluation mode on
     `device`.
 
-    Raises `CheckpointError` if `folder` is not an export, or if its loss differs from the trained
-    model's, because of another base model or an adapter that changes nothing."""
+    Raises `CheckpointError` if `folder` is not an export or needs code that comes with it, or if
+    its loss differs from the trained model's, because of another base model or an adapter that
+    changes nothing."""
     folder, device = Path(folder), torch.device(device)
     check = read_check(folder)
     if not check:
         raise CheckpointError(f"{folder} is not an export: it has no readable {CHECK_FILE}.")
     dtype = getattr(torch, check["dtype"])
-    with _quietly():
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if (folder / "adapter_config.json").exists():
-            model = _load_adapter(folder, check, tokenizer, dtype, device)
-        else:
-            model = model_class(RunConfig(task=check["task"])).from_pretrained(
-                folder, dtype=dtype, trust_remote_code=False
-            )
+    try:
+        tokenizer, model = _load_files(folder, check, dtype, device)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{folder} needs Python code that comes with it, which is never run."
+        ) from None
     model = to_evaluation_mode(model if packed_layers(model) else model.to(device))
     core = ClassifierLoss(model) if check["task"] == "classification" else LossModel(model)
     confirm_export(folder, check, core, model, dtype, device)
     return model, tokenizer
+
+
+def _load_files(
+    folder: Path, check: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedTokenizerBase, nn.Module]:
+    with _quietly():
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if (folder / "adapter_config.json").exists():
+            return tokenizer, _load_adapter(folder, check, tokenizer, dtype, device)
+        kind = model_class(RunConfig(task=check["task"]))
+        return tokenizer, kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
 
 
 def _load_adapter(

@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -169,7 +170,8 @@ def _write_pieces(path: Path, pieces: dict[str, TensorShard]) -> tuple[str, dict
     tensors = {name: part.values.contiguous() for name, part in pieces.items()}
     save_file(tensors, path, metadata={"pieces": json.dumps(places)})
     # safetensors makes it for this user alone; the folder has the mode that the user's umask gives
-    path.chmod(path.parent.stat().st_mode & 0o666)
+    with suppress(OSError):  # a mount without modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
     flush(path)
     return path.name, digest(path)
 

@@ -20,12 +20,14 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..run.config import BUILTIN_DATASET, RunConfig
 from ..run.errors import DataError
-from ..run.run_dir import replace_file
+from ..run.processes import is_own
+from ..run.run_dir import PRIVATE, replace_file
 
 # %% ../../nbs/data/01_sources.ipynb #bd96c5ee
 _NO_LIBRARY_CODE = {
@@ -108,19 +110,28 @@ def cache_dir() -> Path:
 
     `XDG_CACHE_HOME` moves it."""
     python = f"python-{'.'.join(map(str, sys.version_info[:3]))}-v2"
-    for base in (os.environ.get("XDG_CACHE_HOME"), Path.home() / ".cache", tempfile.gettempdir()):
+    for base in (os.environ.get("XDG_CACHE_HOME"), Path.home() / ".cache"):
         if base and os.access(_first_existing(Path(base)), os.W_OK):
-            folder = Path(base) / "multigpu_ft" / python
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
+            return _made(Path(base) / "multigpu_ft" / python)
+    # in /tmp, another user may have put something under any name
+    own = Path(tempfile.gettempdir(), f"multigpu_ft-{os.getuid()}")
+    with suppress(OSError):
+        own.mkdir(PRIVATE, exist_ok=True)
+    if is_own(own):
+        return _made(own / python)
     raise DataError(
-        "no folder to keep the built-in corpus in: neither the home nor the temporary folder "
-        "can be written; set XDG_CACHE_HOME."
+        f"no folder to keep the built-in corpus in: the home folder can't be written, and {own} "
+        "can't either, or is another user's; set XDG_CACHE_HOME."
     )
 
 
 def _first_existing(path: Path) -> Path:
     return path if path.exists() else _first_existing(path.parent)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 # %% ../../nbs/data/01_sources.ipynb #9571e752
 def _lines(path: Path) -> Iterator[str]:

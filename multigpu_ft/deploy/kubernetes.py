@@ -36,6 +36,7 @@ from ..distributed.deepspeed_config import read_zero_config
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
 from ..run.run_dir import STOPPED_EXIT_CODE, short_name
+from ..run.secrets import RUN_SECRET, new_run_secret
 
 # %% ../../nbs/deploy/05_kubernetes.ipynb #303b162e
 _OF_FILES = (*DATA_FILES, ".pt")
@@ -114,6 +115,7 @@ def _in_cluster(cfg: RunConfig, resources: Resources, name: str) -> RunConfig:
 
 # %% ../../nbs/deploy/05_kubernetes.ipynb #7f33d668
 _WATCHER, _RBAC = f"{ACCOUNT}-watcher", "rbac.authorization.k8s.io"
+_RUN_SECRET = f"{ACCOUNT}-run-secret"
 Manifest = dict[str, Any]
 
 
@@ -236,10 +238,15 @@ def _policies(resources: Resources, name: str, internet: bool) -> list[Manifest]
     ]
 
 
+def _run_secret(cfg: RunConfig) -> str | None:
+    "Return the name of the Secret by which the nodes know each other, if they need one."
+    return _RUN_SECRET if cfg.nnodes > 1 and not cfg.trusted_network else None
+
+
 def _config_maps(cfg: RunConfig, resources: Resources, name: str, offline: bool) -> list[Manifest]:
     files = {
         name: {"cfg.json": json.dumps(cfg.model_dump(), indent=1)},
-        f"{name}-env": environment(resources, offline),
+        f"{name}-env": environment(resources, offline, _run_secret(cfg)),
     }
     return [
         _object(
@@ -301,7 +308,7 @@ def _job_spec(resources: Resources, template: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _job(resources: Resources, name: str) -> list[Manifest]:
+def _job(resources: Resources, name: str, run_secret: str | None) -> list[Manifest]:
     "Return the Service that gives pods their host names, and the Job."
     marks, space = labels(name, "node"), resources.namespace
     service = {
@@ -315,6 +322,7 @@ def _job(resources: Resources, name: str) -> list[Manifest]:
         name,
         command(resources, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}:{RDZV_PORT}"),
         subdomain=name,
+        run_secret=run_secret,
     )
     return [
         _object("v1", "Service", name, space, marks, spec=service),
@@ -325,7 +333,7 @@ def _job(resources: Resources, name: str) -> list[Manifest]:
 _TRAINER = "trainer.kubeflow.org"
 
 
-def _train_job(resources: Resources, name: str) -> list[Manifest]:
+def _train_job(resources: Resources, name: str, run_secret: str | None) -> list[Manifest]:
     marks, space = labels(name, "node"), resources.namespace
     template = node_template(
         resources,
@@ -333,6 +341,7 @@ def _train_job(resources: Resources, name: str) -> list[Manifest]:
         command(
             resources, "$(PET_NODE_RANK)", "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)", "$(PET_NNODES)"
         ),
+        run_secret=run_secret,
     )
     job = {
         "name": "node",
@@ -388,6 +397,14 @@ def _file_name(number: int, manifest: Manifest, run: str) -> str:
     return "-".join(filter(None, parts)) + ".yaml"
 
 
+def _secret_command(secret: str, namespace: str) -> str:
+    "Return the command that makes a run secret without showing it to anyone."
+    return (
+        f"openssl rand -hex 32 | kubectl create secret generic {secret} "
+        f"--namespace {namespace} --from-file={RUN_SECRET}=/dev/stdin"
+    )
+
+
 def _facts(
     run: str, namespace: str, cluster: str | None, files: list[Path], pod: dict[str, Any]
 ) -> list[tuple[str, str]]:
@@ -411,8 +428,8 @@ def _facts(
 class Manifests:
     "The objects of a run in a cluster: `manifests`, in the order in which they are sent."
 
-    def __init__(self, name: str, manifests: list[Manifest]) -> None:
-        self.name = name
+    def __init__(self, name: str, manifests: list[Manifest], run_secret: str | None) -> None:
+        self.name, self.run_secret = name, run_secret
         # objects that share a part would make YAML write references
         self.manifests: list[Manifest] = json.loads(json.dumps(manifests))
         self.cluster: str | None = None
@@ -443,6 +460,16 @@ class Manifests:
             self.files.append(path)
         return self.files
 
+    def submit(self) -> None:
+        "Send them to the cluster of the current kubeconfig, with a run secret if it has none."
+        space, *others = self.manifests
+        made = [space]
+        if self.run_secret:
+            value = {RUN_SECRET: new_run_secret()}
+            body = {"immutable": True, "type": "Opaque", "stringData": value}
+            made.append(_object("v1", "Secret", self.run_secret, self.namespace, **body))
+        self.cluster, self.remarks = send([*made, *others])
+
     def record(self) -> dict[str, Any]:
         "Return the content as JSON."
         objects = [{"kind": m["kind"], "name": m["metadata"]["name"]} for m in self.manifests]
@@ -457,7 +484,10 @@ class Manifests:
         }
 
     def _facts(self) -> list[tuple[str, str]]:
-        return _facts(self.name, self.namespace, self.cluster, self.files, self.pod)
+        facts = _facts(self.name, self.namespace, self.cluster, self.files, self.pod)
+        if self.run_secret and not self.cluster:
+            facts[1:1] = [("secret", _secret_command(self.run_secret, self.namespace))]
+        return facts
 
     def __repr__(self) -> str:
         facts = [f"{name:9} {value}" for name, value in self._facts()]
@@ -498,18 +528,20 @@ def deploy_kubernetes(
     resources = Resources.read(resources)
     name, internet = _run_name(cfg, resources), _needs_internet(cfg, resources)
     settled = _in_cluster(cfg, resources, name)
+    run_secret = _run_secret(settled)
     found = Manifests(
         name,
         [
             *_of_the_namespace(resources),
             *_policies(resources, name, internet),
             *_config_maps(settled, resources, name, offline=not internet),
-            *_JOB_OF[target](resources, name),
+            *_JOB_OF[target](resources, name, run_secret),
             *_tensorboard(resources, name),
         ],
+        run_secret,
     )
     if out:
         found.write(out)
     if submit:
-        found.cluster, found.remarks = send(found.manifests)
+        found.submit()
     return found

@@ -162,6 +162,8 @@ def submit(manifests: list[dict[str, Any]]) -> tuple[str, list[str]]:
                 if manifest["kind"] in _JOBS and cluster.exists(manifest):
                     _refuse_another(manifest["kind"], **manifest["metadata"])
             for manifest in manifests:
+                if manifest["kind"] == "Secret" and cluster.exists(manifest):
+                    continue  # other runs rely on it
                 try:
                     cluster.apply(manifest)
                 except ApiException as error:

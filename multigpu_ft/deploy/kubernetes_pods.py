@@ -33,7 +33,9 @@ def labels(name: str, component: str | None = None) -> dict[str, str]:
     return {**found, "app.kubernetes.io/component": component} if component else found
 
 
-def environment(resources: Resources, offline: bool) -> dict[str, str]:
+def environment(
+    resources: Resources, offline: bool, run_secret: str | None = None
+) -> dict[str, str]:
     """Return the environment variables of the pods, the user's last.
 
     `offline`: the run doesn't use the Hub, so it shouldn't wait for it."""
@@ -43,7 +45,7 @@ def environment(resources: Resources, offline: bool) -> dict[str, str]:
         "HF_HOME": f"{SHARED}/huggingface",
         "PYTHONUNBUFFERED": "1",
     }
-    if resources.secret:
+    if resources.secret or run_secret:
         ours["MULTIGPU_FT_SECRETS_DIR"] = SECRETS_DIR
     if offline:
         ours["HF_HUB_OFFLINE"] = "1"
@@ -153,10 +155,14 @@ def command(resources: Resources, rank: str, rdzv: str, nnodes: str | None = Non
 
 
 def node_template(
-    resources: Resources, name: str, words: list[str], subdomain: str | None = None
+    resources: Resources,
+    name: str,
+    words: list[str],
+    subdomain: str | None = None,
+    run_secret: str | None = None,
 ) -> dict[str, Any]:
     """Return the pod template of run `name`: `words` is its command, `subdomain` the Service that
-    names its hosts."""
+    names its hosts, `run_secret` the Secret by which its nodes know each other."""
     gpu = resources.resources.gpu
     amounts = {"cpu": gpu.cpu, "memory": gpu.memory}
     tolerations = []
@@ -164,7 +170,7 @@ def node_template(
         amounts["nvidia.com/gpu"] = str(gpu.accelerator_count)
         tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
     tolerations += [each.model_dump(exclude_none=True) for each in resources.tolerations]
-    volumes, mounts = _volumes(resources, name)
+    volumes, mounts = _volumes(resources, name, run_secret)
     container = {
         "name": "node",  # as Kubeflow calls it
         "command": words,
@@ -189,7 +195,9 @@ def node_template(
     }
 
 # %% ../../nbs/deploy/04_kubernetes_pods.ipynb #c77bb371
-def _volumes(resources: Resources, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _volumes(
+    resources: Resources, name: str, run_secret: str | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     "Return the volumes of a node's pod and where they are mounted."
     memory = bytes_of(resources.resources.gpu.memory) // 4 // 2**20
     scratch, home = _scratch("tmp", "20Gi", "/tmp"), _scratch("home", "10Gi", _HOME)
@@ -207,9 +215,10 @@ def _volumes(resources: Resources, name: str) -> tuple[list[dict[str, Any]], lis
         scratch[1],
         home[1],
     ]
-    if resources.secret:
-        secret = {"secretName": resources.secret, "defaultMode": 0o440}
-        volumes.append({"name": "secrets", "secret": secret})
+    if known := [secret for secret in (resources.secret, run_secret) if secret]:
+        sources = [{"secret": {"name": secret}} for secret in known]
+        projected = {"sources": sources, "defaultMode": 0o440}
+        volumes.append({"name": "secrets", "projected": projected})
         mounts.append({"name": "secrets", "mountPath": SECRETS_DIR, "readOnly": True})
     return volumes, mounts
 

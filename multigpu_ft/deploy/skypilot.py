@@ -24,7 +24,13 @@ from .bundle import names, pack, settings, travelling
 from ..run.config import RunConfig
 from ..run.errors import ConfigError
 from ..run.run_dir import STOPPED_EXIT_CODE
-from ..run.secrets import hide_secrets, refuse_secrets, use_secrets
+from multigpu_ft.run.secrets import (
+    RUN_SECRET,
+    hide_secrets,
+    new_run_secret,
+    refuse_secrets,
+    use_secrets,
+)
 
 # %% ../../nbs/deploy/08_skypilot.ipynb #f4f2fb79
 _PORT = 29400
@@ -48,6 +54,11 @@ _CHOOSE = f'RUNS={_RUNS}; [ "$SKYPILOT_NODE_RANK" = 0 ] || RUNS="$HOME/runs"'
 _BUCKET_OF_NODE_0 = _RUN.replace("exec ", f"{_CHOOSE}\nexec ").replace(
     " --as-job", ' --run-root "$RUNS" --as-job'
 )
+# SkyPilot hands secrets over as environment variables, which every program can list
+_TAKE_RUN_SECRET = f"""\
+export MULTIGPU_FT_SECRETS_DIR="$(mktemp -d)"
+printenv {RUN_SECRET} > "$MULTIGPU_FT_SECRETS_DIR/{RUN_SECRET}"; unset {RUN_SECRET}
+"""
 
 # %% ../../nbs/deploy/08_skypilot.ipynb #2b5a14dd
 def _mounts(storage: str) -> tuple[str, dict[str, Any]]:
@@ -114,21 +125,25 @@ def _find_sky() -> str:
     return sky
 
 
-def _check_secrets(secrets: list[str]) -> None:
-    "Raise `ConfigError` for a secret that has no value in this environment."
+def _secret_values(secrets: list[str]) -> dict[str, str]:
+    """Return the environment that has the `secrets`, with a new run secret.
+
+    Raises `ConfigError` for one that has no value."""
     use_secrets()
-    if absent := [name for name in secrets if not os.environ.get(name)]:
+    environ = {RUN_SECRET: new_run_secret(), **os.environ}
+    if absent := [name for name in secrets if not environ.get(name)]:
         raise ConfigError(
             f"the task takes {', '.join(absent)} from the environment at launch, "
             "where there is none: set it, or leave it out of secrets."
         )
+    return environ
 
 
-def _launch(sky: str, folder: str, secrets: list[str]) -> None:
+def _launch(sky: str, folder: str, secrets: list[str], environ: dict[str, str]) -> None:
     "Launch the `task.yaml` in `folder`. Raises `ConfigError` if SkyPilot refuses."
     passed = [word for name in secrets for word in ("--secret", name)]
     command = [sky, "jobs", "launch", "--yes", "--detach-run", *passed, "task.yaml"]
-    environ = {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1", **os.environ}
+    environ = {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1", **environ}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     if done.returncode:
         said = hide_secrets((done.stderr.strip() or done.stdout.strip())[-2000:])
@@ -154,7 +169,8 @@ class SkyPilotTask:
         """Write `task.yaml`, `config.json` and `code/`, replacing those of an earlier task.
 
         Returns the path of `task.yaml`. Launch it from the folder: `cd folder && sky jobs launch
-        task.yaml`. Raises `ConfigError` if `folder` has other files."""
+        task.yaml`, with `--secret NAME` for each of its secrets; for several nodes,
+        `RUN_SECRET=$(openssl rand -hex 32)` is one of them. Raises `ConfigError` if `folder` has other files."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / "task.yaml").exists():
@@ -176,10 +192,10 @@ class SkyPilotTask:
                 f"{self.task['name']} is submitted already; call deploy_skypilot again for another job."
             )
         sky, secrets = _find_sky(), list(self.task.get("secrets", {}))
-        _check_secrets(secrets)
+        environ = _secret_values(secrets)
         with tempfile.TemporaryDirectory() as folder:
             self.write(folder)
-            _launch(sky, folder, secrets)
+            _launch(sky, folder, secrets, environ)
         self.submitted = True
         return self
 
@@ -277,6 +293,7 @@ def _wanted_secrets(cfg: RunConfig, more: Sequence[str]) -> list[str]:
     "Return the names of the secrets that the run needs, and of those asked for."
     wanted = ["HF_TOKEN"] if cfg.hf_repo else []
     wanted += ["WANDB_API_KEY"] if "wandb" in cfg.trackers else []
+    wanted += [RUN_SECRET] if cfg.nnodes > 1 and not cfg.trusted_network else []
     return list(dict.fromkeys([*wanted, *more]))
 
 
@@ -361,8 +378,11 @@ def deploy_skypilot(
         "disk_size": disk_gb,
         "job_recovery": _recovery(anywhere) if recover else "none",
     }
+    wanted = _wanted_secrets(cfg, secrets)
     command = _BUCKET_OF_NODE_0 if anywhere and num_nodes > 1 else _RUN
-    task = _task(cfg, num_nodes, resources, _wanted_secrets(cfg, secrets), mounts, command)
+    if RUN_SECRET in wanted:
+        command = _TAKE_RUN_SECRET + command
+    task = _task(cfg, num_nodes, resources, wanted, mounts, command)
     made = SkyPilotTask(cfg, task, _remarks(cfg, spot, recover, storage))
     if out:
         made.write(out)

@@ -21,6 +21,7 @@ from ..checkpoints.discovery import size
 from .plots import Curve, curve_svg, first_evaluation, notebook_shell
 from .tables import Html, html_table, short_html
 from ..run.config import RunConfig
+from ..run.errors import printable
 from ..run.failures import tail
 from multigpu_ft.run.numbers import (
     FIRST_STEP_LOSS,
@@ -100,7 +101,7 @@ class LiveLine:
         if now < self._next and not final:
             return
         self._next, before = now + 1, self._shown
-        text = self._shown = text()
+        text = self._shown = printable(text())
         if text == before:
             return
         if self._shell:
@@ -132,7 +133,7 @@ class LiveLine:
 
 def say(text: str) -> None:
     "Print to the cell, or to standard error, because standard output may be read by a program."
-    print(text, file=sys.stdout if notebook_shell() else sys.stderr)
+    print(printable(text), file=sys.stdout if notebook_shell() else sys.stderr)
 
 # %% ../../nbs/display/03_panel.ipynb #43bdf3c9
 def has_viewer() -> bool:
@@ -213,7 +214,7 @@ _WIDTH = "max-width:760px"
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    return html_table([(name, Html(value)) for name, value in rows if value])
+    return html_table([row for row in rows if row[1]])
 
 
 def _headline(name: str, state: str, note: str) -> str:
@@ -274,7 +275,7 @@ def _progress(status: dict[str, Any], curve: Curve, cfg: RunConfig) -> str:
     words = ["loading model and data"]
     if total:
         where = (
-            [f"{done:,} of {total:,} {escape(status['unit'])}"]
+            [f"{done:,} of {total:,} {status['unit']}"]
             if "unit" in status
             else [f"step {done:,} of {total:,}", f"epoch {status.get('epoch', 1)}"]
         )
@@ -282,7 +283,8 @@ def _progress(status: dict[str, Any], curve: Curve, cfg: RunConfig) -> str:
         words += _session_left(status, cfg.max_hours)
     hint = escape(steps_hint(cfg, status))
     bar = _bar(done / total if total else 0, status["state"], total or 1, done)
-    line = f'<div style="height:22px;line-height:22px;{_ONE_LINE}" title="{hint}">{" · ".join(words)}</div>'
+    said = escape(" · ".join(words))
+    line = f'<div style="height:22px;line-height:22px;{_ONE_LINE}" title="{hint}">{said}</div>'
     return f'<div style="height:34px">{bar}{line}</div>'
 
 
@@ -404,8 +406,8 @@ def _results(run_dir: RunDir, status: dict[str, Any]) -> list[tuple[str, str]]:
         *[("written", f"{count:,} answers to {path}") for path, count in written],
     ]
     return [
-        ("checkpoint", escape(newest)),
-        *[(name, f"<code>{escape(value)}</code>") for name, value in places],
+        ("checkpoint", newest),
+        *[(name, Html(f"<code>{escape(value)}</code>")) for name, value in places],
     ]
 
 
@@ -417,7 +419,7 @@ def _steps_row(cfg: RunConfig, status: dict[str, Any], curve: Curve) -> tuple[st
     of = f" of slice {span(*status['slice'])}" if is_known else ""
     hint = steps_hint(cfg, status)
     more = f'<br><span style="opacity:0.75">{escape(hint)}</span>' if hint else ""
-    return name, f"{_steps_done(status, curve):,} of {total:,}{of}{more}"
+    return name, Html(f"{_steps_done(status, curve):,} of {total:,}{of}{more}")
 
 
 def summary_html(run: Any) -> str:
@@ -432,7 +434,7 @@ def summary_html(run: Any) -> str:
     told = {name for name, _ in scores} | {"learning rate"}
     again = "launch(run.next_config()) resumes from that checkpoint, also on another number of GPUs"
     resumes = run_dir.checkpoints() and state in ("stopped", "failed")
-    message = ("message", escape(status["message"]) if status.get("message") else "")
+    message = ("message", status.get("message") or "")
     is_idle = state == NOTHING_TO_DO
     rows = [
         *([message] if is_idle else []),
@@ -442,7 +444,7 @@ def summary_html(run: Any) -> str:
         ("took", "" if is_idle else duration(ended - status.get("launched", ended))),
         ("earlier starts", _earlier_starts(status)),
         *_results(run_dir, status),
-        *[("remark", escape(remark)) for remark in status.get("remarks", [])],
+        *[("remark", remark) for remark in status.get("remarks", [])],
         *([] if is_idle else [message]),
         ("to continue", again if resumes else ""),
     ]
@@ -453,7 +455,7 @@ def summary_html(run: Any) -> str:
 def _earlier_starts(status: dict[str, Any]) -> str:
     "Return how the attempts before the last ended, of a run that was started more than once."
     ends = (f"{a['state']} at step {a['step'] or 0:,}" for a in status.get("attempts", []))
-    return escape(", ".join(ends))
+    return ", ".join(ends)
 
 
 def _with_more(value: str, more: str) -> str:
@@ -472,7 +474,7 @@ def _tiles(facts: dict[str, tuple[str, str]]) -> str:
     cells = [
         f'<div style="height:36px;line-height:18px;{_ONE_LINE}" title="{escape(f"{value} {more}".strip())}">'
         f'<span style="font-size:11px;opacity:0.75">{"" if name in _RARE and not value else name}</span>'
-        f"<br>{value or ('' if name in _RARE else '–')}</div>"
+        f"<br>{escape(value) or ('' if name in _RARE else '–')}</div>"
         for name, (value, more) in facts.items()
         if name != "skipped"  # it is told below the buttons
     ]
@@ -496,7 +498,7 @@ def _checkpoint_table(run_dir: RunDir, sizes: dict[Path, int]) -> str:
         if path not in sizes:
             sizes[path] = size(path)
         old = age(time.time() - path.stat().st_mtime)
-        rows.append((escape(path.name), f"{data_size(sizes[path])}, {old} old"))
+        rows.append((path.name, f"{data_size(sizes[path])}, {old} old"))
     return _table(rows) if rows else "none yet"
 
 

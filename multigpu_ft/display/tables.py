@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from ..run.errors import printable
 from ..run.numbers import shorten
 
 # %% ../../nbs/display/01_tables.ipynb #5d662a3f
@@ -64,8 +65,8 @@ def _html_row(row: Sequence[Any], tags: list[str], style: str) -> str:
 # %% ../../nbs/display/01_tables.ipynb #eeb08185
 def text_table(rows: Iterable[Sequence[Any]], header: Sequence[str] = ()) -> str:
     "Return `rows`, all of one length, as aligned columns of text under the `header`."
-    lines = [[str(cell) for cell in row] for row in ([header] if header else [])]
-    lines += [[str(cell) for cell in row] for row in rows]
+    lines = [[printable(str(cell)) for cell in row] for row in ([header] if header else [])]
+    lines += [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

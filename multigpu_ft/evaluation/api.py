@@ -34,7 +34,7 @@ from ..run.environment import default_run_root
 from ..run.errors import ConfigError, did_you_mean
 from ..run.numbers import span
 from ..run.parameters import documented
-from ..run.run_dir import RunDir
+from ..run.run_dir import PRIVATE, RunDir
 from ..run.secrets import refuse_secrets, use_secrets
 
 # %% ../../nbs/evaluation/07_api.ipynb #8f157bce
@@ -289,7 +289,7 @@ def _score(plan: Plan) -> Measured:
 
 def _make_folder(folder: str | Path) -> Path:
     path = Path(folder).expanduser().resolve()
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(PRIVATE, parents=True, exist_ok=True)
     return path
 
 # %% ../../nbs/evaluation/07_api.ipynb #598e2f00

@@ -11,7 +11,6 @@ import csv
 import io
 import math
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -40,14 +39,14 @@ from multigpu_ft.evaluation.comparison import (
 )
 from .plots import pictures
 from .statistics import CONFIDENCE, DRAWS, ConfidenceInterval
+from ..run.errors import printable
 from ..run.numbers import one_line, percent, span
-from ..run.run_dir import replace_file, write_json
+from ..run.run_dir import PRIVATE, replace_file, write_json
 
 # %% ../../nbs/evaluation/06_report.ipynb #8a6d2a33
 def _clean(text: str) -> str:
     "Replace lone surrogates and control characters, which some encoders and pages reject."
-    text = text.encode("utf-8", "replace").decode()
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", text)
+    return printable(text.encode("utf-8", "replace").decode().replace("\r\n", "\n"))
 
 
 def strict(value: Any) -> Any:
@@ -582,7 +581,7 @@ class Evaluation:
 
         Each file in `folder` is replaced as a whole, the JSON last; files of an earlier evaluation
         that this one doesn't have are deleted. Returns the content of the JSON."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         files = {_picture_file(name): png for name, png in self.pictures.items()}
         for name, comparison in self.compared.sets.items():
             files[_CSV[name]] = _csv(comparison)

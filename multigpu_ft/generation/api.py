@@ -30,15 +30,16 @@ from multigpu_ft.generation.fine_tuned import (
     of_the_model,
 )
 from .prompts import load_questions
-from ..launcher.functions import pack, start_agent
+from ..launcher.functions import start_agent
 from ..launcher.run import Run
 from ..run.config import RunConfig
 from ..run.environment import session_end
 from ..run.errors import ConfigError
 from ..run.numbers import frequency, one_line, percent
 from ..run.parameters import documented
+from ..run.payload import REWARD_FILE, pack, remove_packed, write_packed
 from ..run.processes import is_alive
-from ..run.run_dir import RunDir, write_json
+from ..run.run_dir import PRIVATE, RunDir, write_json
 from ..run.secrets import refuse_secrets, use_secrets
 
 # %% ../../nbs/generation/11_api.ipynb #f5913f5a
@@ -236,6 +237,11 @@ def _jsonl_path(name: str, value: str | Path) -> Path:
         raise ConfigError(
             f"{name}={str(path)!r} must end in .jsonl: the file has one JSON record per line."
         )
+    if path.name.startswith("-") or not path.name.isprintable() or len(path.name.encode()) > 200:
+        raise ConfigError(
+            f"{name}={str(path)!r}: the name of the file may have 200 bytes at most, "
+            "no control characters, and no '-' at the beginning."
+        )
     return path
 
 
@@ -262,7 +268,7 @@ def _reward_name(reward: Any) -> tuple[str | None, bytes | None]:
             f"reward: expected a function reward(record, row) or its name 'module:function', "
             f"found {type(reward).__name__}."
         )
-    packed = pack(reward, ())
+    packed = pack(reward, role="reward: ")
     digest = hashlib.sha256(packed).hexdigest()[:16]
     return f"{getattr(reward, '__name__', 'function')} {digest}", packed
 
@@ -290,16 +296,16 @@ def _open(folder: Path, cfg: RunConfig, job: GenerationJob, reward: bytes | None
         raise ConfigError(
             f"{job.output} is being generated right now; Run.attach({str(folder)!r}) shows it."
         )
+    folder.mkdir(PRIVATE, parents=True, exist_ok=True)
     for name in ("logs", "errors", "beats", "samples", "report", "checkpoints"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    leftovers = [folder / name for name in ("stop", "metrics.jsonl", "status.json", "reward.pkl")]
+        (folder / name).mkdir(exist_ok=True)
+    leftovers = [folder / name for name in ("stop", "metrics.jsonl", "status.json")]
     for old in (*folder.glob("errors/*"), *folder.glob("beats/*"), *leftovers):
         old.unlink(missing_ok=True)
     settings = {**cfg.model_dump(), "run_root": str(folder.parent), "run_name": None}
     write_json(folder / "config.json", settings)
     job.write(run_dir)
-    if reward:
-        (folder / "reward.pkl").write_bytes(reward)
+    remove_packed(run_dir)  # of a call whose processes were all killed
     run_dir.update_status(
         state="starting",
         unit="sequences",
@@ -308,6 +314,8 @@ def _open(folder: Path, cfg: RunConfig, job: GenerationJob, reward: bytes | None
         launched=time.time(),
         session_end=session_end(),
     )
+    if reward:
+        write_packed(run_dir, REWARD_FILE, reward)
     return run_dir
 
 
@@ -477,5 +485,8 @@ def generate(
     job, packed_reward = _make_job(settings, fine_tuned, output, val_output)
     run_dir = _open(_folder(output), cfg, job, packed_reward)
     name = fine_tuned.name if fine_tuned else cfg.model
-    say(f"generate: {name} answers {_describe(cfg, job)}")
-    return Answers(_start(run_dir).wait(panel=panel), output, val_output)
+    try:
+        say(f"generate: {name} answers {_describe(cfg, job)}")
+        return Answers(_start(run_dir).wait(panel=panel), output, val_output)
+    finally:
+        remove_packed(run_dir)  # ranks that died may not have read it

@@ -36,7 +36,7 @@ from multigpu_ft.hub.repository import (
 )
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError
-from ..run.run_dir import COMMIT_FILE, HUB_FILE, PARTIAL, RunDir, write_json
+from ..run.run_dir import COMMIT_FILE, HUB_FILE, PARTIAL, PRIVATE, RunDir, write_json
 
 # %% ../../nbs/hub/03_download.ipynb #fc40da8f
 @contextmanager
@@ -59,7 +59,8 @@ def pull(
     remote = find_remote(cfg, revision, patience)
     home = run_root / f"hub--{remote.repo.replace('/', '--')}"
     folder = home / "checkpoints" / remote.name
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    home.mkdir(PRIVATE, parents=True, exist_ok=True)
+    folder.parent.mkdir(exist_ok=True)
     with _alone(home):
         write_json(home / HUB_FILE, {"repo": remote.repo, "revision": remote.revision})
         if not _is_here(folder, remote):

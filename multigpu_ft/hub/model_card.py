@@ -87,12 +87,25 @@ _LEFT_OUT = {
 }
 
 
+def _plain(text: Any) -> str:
+    "Return `text` as Markdown in one line, in which no link, code, HTML or table cell begins."
+    return re.sub(r"[\\`<&\[|*]", r"\\\g<0>", " ".join(str(text).split()))
+
+
+def _code(text: str) -> str:
+    "Return `text` as code in a line of Markdown."
+    return f"`{' '.join(text.split()).replace('`', chr(39))}`"
+
+
+def _string(text: str) -> str:
+    "Return `text` as a string of Python in double quotes."
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _table(head: list[str], rows: list[list[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(word).replace("|", "\\|").replace("\n", " ") for word in line) + " |"
-        for line in lines
-    )
+    "Return a table. The head and the first cell of each row are Markdown of our own."
+    lines = [[first, *map(_plain, others)] for first, *others in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
 
 
 def _settings(cfg: RunConfig) -> list[list[Any]]:
@@ -102,10 +115,13 @@ def _settings(cfg: RunConfig) -> list[list[Any]]:
         for name in values
         if name not in _LEFT_OUT and (name in _ALWAYS or values[name] != plain[name])
     ]
-    return [
-        [f"`{name}`", _public(values[name], "") if name == "eval_dataset" else values[name]]
-        for name in shown
-    ]
+    return [[f"`{name}`", _without_folder(name, values[name])] for name in shown]
+
+
+def _without_folder(name: str, value: Any) -> Any:
+    "Return the value of a setting; of a file, only the name."
+    may_be_file = name == "eval_dataset" or (name == "deepspeed_config" and "{" not in value)
+    return _public(value, "") if may_be_file else value
 
 
 def _metrics(cfg: RunConfig, status: dict[str, Any]) -> list[list[Any]]:
@@ -157,7 +173,8 @@ def _loading(cfg: RunConfig, repo: str, base: str, on_hub: bool) -> str:
             f'model = AutoPeftModelFor{kind}.from_pretrained("{repo}")'
         )
     else:
-        own = f'model = PeftModel.from_pretrained(base, "{repo}")  # base: the model {base}, loaded from your own copy'
+        told = f"# base: the model {_string(base)}, loaded from your own copy"
+        own = f'model = PeftModel.from_pretrained(base, "{repo}")  {told}'
         plain = f"from peft import PeftModel\nfrom transformers import AutoTokenizer\n\n{own}"
     return f'```python\n{plain}\ntokenizer = AutoTokenizer.from_pretrained("{repo}")\n```\n\n```python\n{checked}\n```'
 
@@ -186,12 +203,12 @@ def model_card(run_dir: str | Path | RunDir) -> str:
     how = "all weights"
     if cfg.tuning != "full":
         how = f"an adapter ({cfg.tuning}, rank {cfg.lora_r}){', merged into the weights' if cfg.merge_adapter else ''}"
-    origin = f"[{base}](https://huggingface.co/{base})" if on_hub else f"`{base}`"
+    origin = f"[{base}](https://huggingface.co/{base})" if on_hub else _code(base)
     parts = [
         _metadata(cfg, stored),
         MARK,
         f"# {repo.rpartition('/')[2]}",
-        f"Fine-tuned from {origin} on `{data}` ({cfg.task}; {how} trained) with multigpu_ft.",
+        f"Fine-tuned from {origin} on {_code(data)} ({cfg.task}; {how} trained) with multigpu_ft.",
         "## Trained on",
         _ledger(trained) if trained else "No checkpoint has been saved yet.",
     ]
@@ -199,7 +216,7 @@ def model_card(run_dir: str | Path | RunDir) -> str:
         parts += ["## Metrics", _table(["", "before", "after"], metrics)]
     with suppress(OSError, ValueError):
         verdict = json.loads((run.path / "report" / "evaluation.json").read_text()).get("verdict")
-        parts += [f"Compared with the base model: {_words(verdict)}"] if verdict else []
+        parts += [f"Compared with the base model: {_plain(_words(verdict))}"] if verdict else []
     found = {"processes": "world_size", "strategy used": "strategy", "compute dtype": "dtype"}
     settings = [
         *_settings(cfg),
@@ -210,8 +227,8 @@ def model_card(run_dir: str | Path | RunDir) -> str:
         parts += ["## Load", _loading(cfg, repo, base, on_hub)]
     following = (status.get("slice") or (0, cfg.start_idx))[1]
     again = (
-        f'launch(RunConfig(model="{base}", dataset="{data}", resume_file="hub:{repo}", '
-        f"start_idx={following}))"
+        f"launch(RunConfig(model={_string(base)}, dataset={_string(data)}, "
+        f'resume_file="hub:{repo}", start_idx={following:d}))'
     )
     parts += [
         "## Continue training",

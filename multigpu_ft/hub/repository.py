@@ -309,8 +309,9 @@ def parse_hub(resume_file: str) -> tuple[str, str | None] | None:
 
 def is_name(name: str) -> bool:
     """Return whether `name` can name a checkpoint: one folder, no characters special to shells or
-    file systems."""
-    return bool(_NAME.fullmatch(name)) and not name.endswith(PARTIAL)
+    file systems, and not too long for them."""
+    is_plain = bool(_NAME.fullmatch(name)) and len(name.encode()) <= 200
+    return is_plain and not name.endswith(PARTIAL)
 
 
 def folders(paths: list[str]) -> dict[str, set[str]]:

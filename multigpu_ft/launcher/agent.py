@@ -11,6 +11,7 @@ from .restarts import Attempts
 from ..run.config import RunConfig
 from ..run.environment import outputs_folder
 from ..run.failures import failure_of
+from ..run.payload import remove_packed
 from multigpu_ft.run.processes import (
     AGENT_PID_VARIABLE,
     IDLE,
@@ -51,7 +52,7 @@ if __name__ == "__main__":
     if NODE_VARIABLE in os.environ:
         end_with(json.loads(os.environ[NODE_VARIABLE])["supervisor"])
     elif _launcher:
-        watch_parent(_launcher, _ORPHAN_GRACE_S)
+        watch_parent(_launcher, _ORPHAN_GRACE_S, lambda: remove_packed(RunDir(sys.argv[1])))
     gc.disable()  # until everything is imported
 
 # %% ../../nbs/launcher/05_agent.ipynb #6373800c

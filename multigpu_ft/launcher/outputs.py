@@ -17,7 +17,7 @@ from typing import Any
 from ..checkpoints.manifest import discard, verify_checkpoint
 from ..run.environment import COLAB_DRIVE, KAGGLE_OUTPUTS
 from ..run.errors import CheckpointError
-from ..run.run_dir import PARTIAL, RunDir, read_commit
+from ..run.run_dir import PARTIAL, PRIVATE, RunDir, read_commit
 
 # %% ../../nbs/launcher/04_outputs.ipynb #34f329f2
 _REMEDY = "Make room there, or set hf_repo to push the model to the Hub as well."
@@ -52,7 +52,7 @@ def _copy(source: Path, target: Path, check: Callable[[Path], None] | None = Non
     Returns why that failed, or None."""
     partial, old = (target.with_name(f"{target.name}.{kind}{PARTIAL}") for kind in ("new", "old"))
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(PRIVATE, parents=True, exist_ok=True)
         _recover(old, target)
         _remove(partial)
         files = _files(source)

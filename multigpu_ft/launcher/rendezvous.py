@@ -176,7 +176,12 @@ class Message(_Said):
     @classmethod
     def read(cls, line: bytes) -> dict[str, Any]:
         "Return the entries of a message. Raises `ValueError` if it is none."
-        return cls.model_validate_json(line).model_dump(exclude_unset=True)
+        said = cls.model_validate_json(line)
+        entries = said.model_dump(exclude_unset=True, exclude_none=True)
+        for end in (entries.get("ended"), entries.get("over")):
+            if end and "failure" in end:
+                end["failure"] = {"rank": None, "exitcode": None, **end["failure"]}
+        return entries
 
     @staticmethod
     def write(message: dict[str, Any]) -> bytes:

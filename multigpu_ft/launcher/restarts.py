@@ -34,7 +34,7 @@ def _out_of_memory(failure: dict[str, Any]) -> bool:
 
 def _advice(cfg: RunConfig, failure: dict[str, Any]) -> dict[str, Any]:
     text = (
-        f"rank {failure['rank']} ran out of memory in step {failure['step']} with batch_size={cfg.batch_size}, "
+        f"rank {failure['rank']} ran out of memory in step {failure.get('step')} with batch_size={cfg.batch_size}, "
         "which can't be reduced further. "
         f"Use activation_checkpointing='full', a max_length below {cfg.max_length}, strategy='fsdp', more GPUs, "
         f"or a smaller model. The checkpoints keep what was trained."
@@ -68,7 +68,7 @@ class Attempts:
                 self._run_dir.write_config(smaller)
                 self.cfg = smaller
                 self._begin_again(
-                    f"rank {failure['rank']} ran out of memory in step {failure['step']}: "
+                    f"rank {failure['rank']} ran out of memory in step {failure.get('step')}: "
                     f"batch_size {cfg.batch_size} -> {smaller.batch_size}, "
                     f"accum_steps {cfg.accum_steps} -> {smaller.accum_steps}"
                 )
@@ -150,7 +150,7 @@ def cause(failures: list[dict[str, Any]]) -> dict[str, Any]:
         broke = (
             "type" in failure
             and not failure.get("clear")
-            and any(word in failure["text"] for word in _BROKEN)
+            and any(word in failure.get("text", "") for word in _BROKEN)
         )
         return 3 * broke, failure.get("time", 0)
 

@@ -6,7 +6,6 @@
 __all__ = ['Terminated', 'Run']
 
 # %% ../../nbs/launcher/10_run.ipynb #54a0cfa4
-import re
 import socket
 import subprocess
 import threading
@@ -40,7 +39,7 @@ from .outputs import copy_to_kept
 from .restarts import attempt_of
 from ..run.answering import Answer, Answering
 from ..run.config import RunConfig
-from ..run.errors import ConfigError, briefly
+from ..run.errors import ConfigError, briefly, printable
 from ..run.experiment import last_row
 from ..run.failures import end_of_log, ending, failure_of, find_log, tail
 from ..run.numbers import age, duration, span
@@ -582,12 +581,7 @@ class Run(_ControlledRun):
 
         def show(text: str) -> None:
             shown.append(text)
-            # a model may write escape sequences, and a terminal would obey them
-            print(
-                re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", text),
-                end="",
-                flush=True,
-            )
+            print(printable(text), end="", flush=True)
 
         try:
             return self._answering.ask(

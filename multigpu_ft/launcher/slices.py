@@ -27,7 +27,7 @@ from multigpu_ft.display.plots import (
     picture_style,
     save_png,
 )
-from ..display.tables import text_table
+from ..display.tables import html_table, text_table
 from .api import runs
 from .commands import changed_settings, papermill_words, recipe
 from .run import Run
@@ -35,7 +35,7 @@ from ..run.config import RunConfig, refuse_other_than_config
 from ..run.errors import ConfigError, DataError
 from ..run.failures import RunFailed, tail
 from ..run.numbers import TRAINING_LOSS, span
-from ..run.run_dir import FINISHED_STATES, LIVE_STATES, short_name
+from ..run.run_dir import FINISHED_STATES, LIVE_STATES, PRIVATE, short_name
 
 # %% ../../nbs/launcher/13_slices.ipynb #78cf5fe7
 def merged_metrics(runs: list[Run]) -> list[dict[str, Any]]:
@@ -265,10 +265,9 @@ class Slices:
 
     __repr__ = __str__
 
-    def _repr_markdown_(self) -> str:
-        cells = _cells(self.table())
-        head, *rows = ["| " + " | ".join(row) + " |" for row in cells]
-        return "\n".join([head, "|---" * len(cells[0]) + "|", *rows])
+    def _repr_html_(self) -> str:
+        head, *rows = _cells(self.table())
+        return html_table(rows, head)
 
     @picture_style()
     def plot(self) -> Any:
@@ -307,7 +306,7 @@ def run_slices(cfg: RunConfig) -> Slices:
     `Slices` does, and the error of a slice that fails."""
     refuse_other_than_config(cfg, "run_slices")
     slices, begun = Slices(cfg), time.monotonic()
-    slices.folder.mkdir(parents=True, exist_ok=True)
+    slices.folder.mkdir(PRIVATE, parents=True, exist_ok=True)
     _settle(slices)
     for start, end in slices.bounds:
         if slices.is_done(start, end):

@@ -89,6 +89,11 @@ def _not_loaded(what: str, cfg: RunConfig, error: Exception) -> ModelError:
             f"{cfg.model!r} cannot be used with "
             f"attn_implementation={cfg.attn_implementation!r}; use attn_implementation='eager'."
         )
+    if "trust_remote_code" in str(error):
+        return ModelError(
+            f"the {what} {cfg.model!r} needs Python code that comes with it, which is never run; "
+            "use a model that transformers supports by itself."
+        )
     where = f"{what} {cfg.model!r}" + (f" at revision {cfg.revision!r}" if cfg.revision else "")
     return ModelError(
         f"{where} could not be loaded: {reason[:300]} Check the id (user/name) or the folder, "

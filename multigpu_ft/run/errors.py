@@ -192,7 +192,7 @@ _hook_before, sys.excepthook = sys.excepthook, _show_in_a_script
 class _Refusal(Brief, ValueError):
     def __init__(self, message: str) -> None:
         # a frontend can't show half of a surrogate pair
-        text = message.encode("utf-8", "backslashreplace").decode()
+        text = printable(message.encode("utf-8", "backslashreplace").decode())
         super().__init__(text if len(text) <= 1900 else f"{text[:1200]} [...] {text[-600:]}")
 
 

@@ -7,6 +7,7 @@ __all__ = ['tail', 'find_log', 'end_of_log', 'RunFailed', 'failure_of', 'ending'
 
 # %% ../../nbs/run/06_failures.ipynb #9f12d9cd
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from typing import Any
 import psutil
 
 from . import errors
-from .errors import Brief, frame_lines
+from .errors import Brief, frame_lines, printable
 from .run_dir import RunDir
 
 # %% ../../nbs/run/06_failures.ipynb #b16d32a5
+_COLORS = re.compile(r"\x1b\[[\d;]*m")  # of a terminal
+
+
 def tail(path: Path, lines: int = 12) -> str:
     "Return the last `lines` lines of a log without reading all of it."
     try:
@@ -26,9 +30,9 @@ def tail(path: Path, lines: int = 12) -> str:
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return "(empty)"
-    shown = text.rstrip("\n").split("\n")[-lines:]
+    shown = _COLORS.sub("", text).rstrip("\n").split("\n")[-lines:]
     # a progress bar overwrites its line, and only the last version was visible
-    return "\n".join(line.rpartition("\r")[2] for line in shown)
+    return printable("\n".join(line.rpartition("\r")[2] for line in shown))
 
 
 def _is_call(run_dir: RunDir) -> bool:
@@ -65,9 +69,9 @@ class RunFailed(Brief, RuntimeError):
         traceback: str | None = None,
         node_rank: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.rank, self.exitcode = rank, exitcode
-        self.traceback, self.node_rank = traceback, node_rank
+        self.traceback, self.node_rank = traceback and printable(traceback), node_rank
 
 
 def _exception_of(name: Any) -> type[Exception] | None:
@@ -79,21 +83,24 @@ def _exception_of(name: Any) -> type[Exception] | None:
 
 def failure_of(run_dir: RunDir, failure: dict[str, Any]) -> Exception:
     "Return the exception for status.json's `failure`."
+    text, node = failure.get("text"), failure.get("node")
     if failure.get("clear") and (kind := _exception_of(failure.get("type"))):
-        return kind(failure["text"])
+        return kind(printable(str(text)))
     rank, code = failure.get("rank"), failure.get("exitcode")
-    who = f"rank {rank} on {failure['node']}" if "node" in failure else f"rank {rank}"
+    who = f"rank {rank} on {node}" if node else f"rank {rank}"
     if failure.get("type"):
-        raised = f"{who} raised {failure['type']}: {failure['text']}"
-        what = raised + _where(run_dir, failure)
-    elif "text" in failure:
-        what = f"on {failure['node']}: {failure['text']}" if "node" in failure else failure["text"]
+        what = f"{who} raised {failure['type']}: {text}" + _where(run_dir, failure)
+    elif text is not None:
+        what = f"on {node}: {text}" if node else str(text)
         what += _where(run_dir, failure) if failure.get("traceback") else ""
-    else:
+    elif isinstance(code, int):
         reason = _reason_for_kill(run_dir) if code == -signal.SIGKILL else ""
-        what = f"{who} (pid {failure['pid']}) {ending(code)}{reason}. "
+        what = f"{who} (pid {failure.get('pid')}) {ending(code)}{reason}. "
         what += end_of_log(run_dir, rank)
-    return RunFailed(what, rank, code, failure.get("traceback"), failure.get("node_rank"))
+    else:
+        what = f"{who} failed without a word about it"
+    told = failure.get("traceback"), failure.get("node_rank")
+    return RunFailed(printable(what), rank, code, *told)
 
 
 _ATTRIBUTE = "`traceback` of this exception, or %tb Verbose in a notebook"
@@ -107,7 +114,7 @@ def _where(run_dir: RunDir, failure: dict[str, Any]) -> str:
             frames = frames[1:]  # how a call begins
         is_whole = not any("folded" in frame for frame in frames)
         place = "" if is_whole else _ATTRIBUTE
-    elif "node" in failure:
+    elif failure.get("node"):
         place = f"logs/rank{failure.get('rank')}.log on {failure['node']}"
     else:
         place = find_log(run_dir, failure.get("rank", "agent")) or _ATTRIBUTE

@@ -9,6 +9,8 @@ __all__ = ['TRAINING_LOSS', 'FIRST_STEP_LOSS', 'SCORES', 'span', 'percent', 'dat
 # %% ../../nbs/run/09_numbers.ipynb #b314bfe3
 from typing import Any
 
+from .errors import printable
+
 # %% ../../nbs/run/09_numbers.ipynb #25ebdd0a
 def span(first: int, last: int) -> str:
     "5,000–5,160"
@@ -65,8 +67,8 @@ def shorten(name: str, longest: int = 40) -> str:
 
 
 def one_line(text: str, longest: int) -> str:
-    "Return the beginning of `text`, at most `longest` characters, in one line."
-    line = " ".join(text.split())
+    "Return the beginning of `text`, at most `longest` characters, in one line that can be printed."
+    line = printable(" ".join(text.split()))
     return line if len(line) <= longest else f"{line[: longest - 3].rstrip()}..."
 
 # %% ../../nbs/run/09_numbers.ipynb #d6fd8391

@@ -103,14 +103,17 @@ def end_with_agent() -> None:
         end_with(agent)
 
 # %% ../../nbs/run/07_processes.ipynb #fa9c707e
-def watch_parent(parent: int, grace_s: float) -> None:
+def watch_parent(parent: int, grace_s: float, leaving: Callable[[], None] | None = None) -> None:
     """Start a thread that ends this process when `parent` is no longer its parent.
 
-    It sends SIGTERM, and SIGKILL `grace_s` seconds later."""
+    It calls `leaving`, sends SIGTERM, and SIGKILL `grace_s` seconds later."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
+        if leaving:
+            with suppress(OSError):
+                leaving()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace_s)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -23,9 +23,9 @@ from .errors import CheckpointError, ConfigError
 
 # %% auto #0
 __all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'FAILURE_FILE', 'BY_SIGNAL', 'GENERATION_FILE', 'HUB_FILE', 'LIVE_STATES',
-           'NOTHING_TO_DO', 'FINISHED_STATES', 'FINAL_STATES', 'STOPPED_EXIT_CODE', 'replace_file', 'write_json',
-           'read_json', 'whole_records', 'commit_digest', 'read_commit', 'saved_at', 'short_name', 'RunDir',
-           'clear_attempt', 'reset_status']
+           'NOTHING_TO_DO', 'FINISHED_STATES', 'FINAL_STATES', 'STOPPED_EXIT_CODE', 'PRIVATE', 'replace_file',
+           'write_json', 'read_json', 'whole_records', 'commit_digest', 'read_commit', 'saved_at', 'short_name',
+           'RunDir', 'clear_attempt', 'reset_status']
 
 # %% ../../nbs/run/05_run_dir.ipynb #2818ddfe
 COMMIT_FILE = "commit.json"
@@ -295,7 +295,9 @@ def _making(cfg: RunConfig) -> Iterator[None]:
         ) from None
 
 
-_PRIVATE = 0o700  # data, logs and weights are their user's, who may open the folder to others
+# The mode of a folder of data, logs or weights, whose user may open it to others.
+PRIVATE = 0o700
+_LONGEST_NAME = 120  # as of a `run_name`
 
 
 def _new_folder(root: Path, name: str) -> Path:
@@ -303,9 +305,10 @@ def _new_folder(root: Path, name: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
-        folder = root / (name if number == 1 else f"{name}-{number}")
+        end = "" if number == 1 else f"-{number}"
+        folder = root / f"{name[: _LONGEST_NAME - len(end)]}{end}"
         try:
-            folder.mkdir(mode=_PRIVATE)
+            folder.mkdir(PRIVATE)
             return folder
         except FileExistsError:
             number += 1
@@ -316,8 +319,7 @@ _RUN_FOLDERS = (*_NODE_FOLDERS, "checkpoints", "export", "report")
 
 
 def _make_folders(path: Path, names: tuple[str, ...]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=_PRIVATE, exist_ok=True)
+    path.mkdir(PRIVATE, parents=True, exist_ok=True)
     for name in names:
         (path / name).mkdir(exist_ok=True)
 
@@ -327,7 +329,7 @@ def _base_name(cfg: RunConfig, end_idx: int | None) -> str:
     if cfg.run_name:
         return cfg.run_name
     end = end_idx if end_idx is not None else cfg.end_idx or "end"
-    return f"{short_name(cfg.model)}_{cfg.start_idx}-{end}"
+    return f"{short_name(cfg.model)}_{cfg.start_idx}-{end}"[:_LONGEST_NAME]
 
 
 def short_name(model: str) -> str:
@@ -336,6 +338,7 @@ def short_name(model: str) -> str:
         re.sub(r"[^\w.-]", "-", model.rstrip("/").split("/")[-1].removeprefix("builtin:"))
         .encode()[:100]
         .decode(errors="ignore")
+        .lstrip("-.")
         or "model"
     )
 

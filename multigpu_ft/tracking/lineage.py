@@ -60,7 +60,7 @@ def choose_line(
     new = f"{run_dir.name}-{secrets.token_hex(3)}"
     if own := run_dir.status().get("line"):
         return own, None
-    if not line or not checkpoint:
+    if not _is_name(line) or not checkpoint:
         return new, None
     mine = _experiment(cfg, slice, rows_a_step)
     for other in runs_of(line, run_dir.path.parent, checkpoint.parents[2]):
@@ -79,6 +79,12 @@ def choose_line(
             )
             return new, remark
     return line, None
+
+
+def _is_name(line: Any) -> bool:
+    "Return whether `line`, from a checkpoint that may be another's, names a folder in a folder."
+    is_text = isinstance(line, str) and line.isprintable()
+    return is_text and line not in ("", "..") and Path(line).name == line
 
 
 def _why_apart(differ: list[str], cfg: RunConfig, other: RunDir) -> str | None:

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from ..run.run_dir import PRIVATE
+
 # %% ../../nbs/tracking/03_tensorboard.ipynb #6a60e761
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl by name.
@@ -164,7 +166,7 @@ class _EventFile:
             self._unwritten += record.getvalue()
         size = 0
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(PRIVATE, parents=True, exist_ok=True)
             with open(self._path, "ab") as file:
                 size = file.tell()
                 file.write(self._unwritten)

@@ -8,6 +8,7 @@ __all__ = ['make_strategy', 'self_check', 'choose_packing', 'Prepared', 'load_ba
 
 # %% ../../nbs/training/04_setup.ipynb #85d8861a
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from ..models.quantization import choose_quantization, count_weights, frozen_byt
 from ..run.config import OPTIMIZERS, RunConfig
 from ..run.errors import ConfigError
 from ..run.numbers import percent
+from ..run.processes import is_own
 from .step import make_optimizer
 
 # %% ../../nbs/training/04_setup.ipynb #9422c115
@@ -197,6 +199,20 @@ def choose_packing(
         f"{'packed and bucketed' if wanted == 'auto' else wanted}: texts would see each other",
     )
 
+# %% ../../nbs/training/04_setup.ipynb #1313c5ee
+def _refuse_strangers_code() -> None:
+    "Raise `ConfigError` if the folder in /tmp from which torch runs compiled code is not this user's."
+    from torch._inductor.runtime.runtime_utils import default_cache_dir
+
+    folder = Path(default_cache_dir())
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    if not is_own(folder):
+        raise ConfigError(
+            f"compile=True: torch runs compiled code from {folder}, which is not a folder of "
+            "yours; set TMPDIR to one that is, or use compile=False."
+        )
+
 # %% ../../nbs/training/04_setup.ipynb #3064eb94
 @dataclass(frozen=True)
 class Prepared:
@@ -248,6 +264,7 @@ def with_loss(
     if cfg.tuning != "full":
         model = add_adapter(cfg, model)
     if cfg.compile:
+        _refuse_strangers_code()
         for block in transformer_blocks(base):
             block.compile()
     return ClassifierLoss(model) if label_names else LossModel(model, kind)

@@ -74,6 +74,41 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_next_older_one_used(
         launch(cfg.replace(nproc=1, batch_size=4))
 
 
+def _plant(checkpoint):
+    "Put a file of a third rank into a checkpoint: parameters and moments as in the others, but all zero."
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    places, tensors = {}, {}
+    for path in sorted(checkpoint.glob("rank*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name, place in json.loads(file.metadata()["pieces"]).items():
+                # what has no shape, such as Adam's step, is read whole
+                if place[1] and not name.startswith("random/") and name not in places:
+                    places[name], tensors[name] = place, file.get_tensor(name) * 0
+    save_file(tensors, checkpoint / "rank9.safetensors", metadata={"pieces": json.dumps(places)})
+    return {name.split("/")[0] for name in places}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_file_that_the_commit_does_not_name_is_not_loaded(
+    material, run_root, tmp_path, server, strategy
+):
+    cfg = faults.config(material, run_root, strategy=strategy)
+    server.finish(cfg.replace(max_steps=4))
+    clean, planted = tmp_path / "clean", tmp_path / "planted"
+    for root in (clean, planted):
+        shutil.copytree(run_root, root)
+    assert len(_plant(faults.newest(planted))) > 1, "parameters and optimizer"
+    found = []
+    for root in (clean, planted):
+        resumed = cfg.replace(run_root=str(root), nproc=1, batch_size=4, max_steps=2)
+        run = server.finish(resumed)
+        assert run.status()["state"] == "done" and run.status()["slice_step"] == 6
+        found.append((run.metrics()[-1]["loss"], faults.final_state(run.checkpoints()[-1])))
+    assert found[0] == found[1]
+
+
 def test_the_ledger_reports_gaps_overlaps_and_repeats_before_training(
     material, run_root, server, capsys
 ):

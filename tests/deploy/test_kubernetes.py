@@ -172,7 +172,9 @@ MUTANTS = {
         "node: has a token of the API",
     ),
     "token projected": (
-        lambda m: node(m)["volumes"].append({"name": "t", "projected": {"sources": []}}),
+        lambda m: node(m)["volumes"].append(
+            {"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}
+        ),
         "node: has a token of the API",
     ),
     "default account": (
@@ -400,8 +402,10 @@ def test_the_configuration_of_the_run():
         environment["MULTIGPU_FT_SECRETS_DIR"] == "/var/run/secrets/multigpu-ft"
         and environment["NCCL_DEBUG"] == "INFO"
     )
-    (secret,) = (v["secret"] for v in node(manifests)["volumes"] if "secret" in v)
-    assert secret == {"secretName": "multigpu-ft-tokens", "defaultMode": 0o440}
+    (secrets,) = (v["projected"] for v in node(manifests)["volumes"] if "projected" in v)
+    names = [source["secret"]["name"] for source in secrets["sources"]]
+    assert names == ["multigpu-ft-tokens", "multigpu-ft-run-secret"]
+    assert secrets["defaultMode"] == 0o440
     assert find(manifests, "PersistentVolumeClaim") == [] and node(manifests)["volumes"][0][
         "persistentVolumeClaim"
     ] == {"claimName": "there-already"}
@@ -550,6 +554,7 @@ class Api:
                 "ServiceAccount",
                 "ConfigMap",
                 "Service",
+                "Secret",
             )
         },
         "batch/v1": {"Job": "jobs"},
@@ -687,8 +692,11 @@ def test_nothing_is_sent_unless_asked(api, tmp_path):
 @pytest.mark.parametrize("target", ["job", "trainjob"])
 def test_the_rendered_manifests_are_sent(api, target):
     deployed = deploy_kubernetes(*CASES["everything"], target=target, submit=True)
+    bodies = [body for *_, body in api.sent]
+    (secret,) = find(bodies, "Secret")
+    bodies.remove(secret)
     assert (
-        [body for *_, body in api.sent] == deployed.manifests
+        bodies == deployed.manifests
         and deployed.cluster == api.url
         and f"sent to {api.url}" in repr(deployed)
     )
@@ -700,6 +708,45 @@ def test_the_rendered_manifests_are_sent(api, target):
         assert path.endswith(body["metadata"]["name"]) and (
             "/namespaces/research/" in path or body["kind"] == "Namespace"
         )
+
+
+def test_a_namespace_gets_one_run_secret(api, tmp_path):
+    "Several nodes know each other by it; it is sent, and neither written nor shown."
+    for name in ("one", "two"):
+        deployed = deploy_kubernetes(RunConfig(run_name=name), PLAIN, out=tmp_path, submit=True)
+        shown = [repr(deployed), deployed._repr_html_(), json.dumps(deployed.record())]
+        shown += [path.read_text() for path in tmp_path.glob("*.yaml")]
+        (secret,) = find([body for *_, body in api.sent], "Secret")
+        assert secret["metadata"]["name"] == "multigpu-ft-run-secret" and secret["immutable"]
+        assert len(secret["stringData"]["RUN_SECRET"]) == 64
+        assert secret["stringData"]["RUN_SECRET"] not in "".join(shown)
+    assert not [path for path, _, kind, _ in api.sent if kind == "DELETE" and "secret" in path]
+    for cfg, resources in (
+        (RunConfig(trusted_network=True), PLAIN),
+        (RunConfig(), {**PLAIN, "replicas": 1}),
+    ):
+        deployed = deploy_kubernetes(cfg, resources)
+        assert deployed.run_secret is None and "run-secret" not in json.dumps(deployed.manifests)
+
+
+def test_the_command_shown_makes_the_run_secret(tmp_path):
+    deployed = deploy_kubernetes(*CASES["builtin"], out=tmp_path / "k8s")
+    (command,) = re.findall("openssl .*", repr(deployed))
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/said; cat > {tmp_path}/value\n'
+    )
+    kubectl.chmod(0o755)
+    env = {"PATH": f"{kubectl.parent}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-c", command], env=env, check=True, timeout=60)
+    assert (tmp_path / "said").read_text().split()[:4] == [
+        "create",
+        "secret",
+        "generic",
+        deployed.run_secret,
+    ]
+    assert len((tmp_path / "value").read_text().strip()) == 64, "and it is in no argument"
 
 
 def test_an_existing_job_is_left_alone(api):
@@ -786,7 +833,7 @@ def test_the_command_deploy(api, tmp_path):
         and api.sent == []
     )
     done = multigpu_ft(*words, "--submit", cwd=tmp_path, KUBECONFIG=os.environ["KUBECONFIG"])
-    assert done.returncode == 0 and f"sent to {api.url}" in done.stdout and len(api.sent) == 14, (
+    assert done.returncode == 0 and f"sent to {api.url}" in done.stdout and len(api.sent) == 15, (
         done.stderr
     )
     (tmp_path / "cfg.json").write_text('{"strat_idx": 0}')

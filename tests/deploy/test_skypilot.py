@@ -76,7 +76,7 @@ def test_skypilot_reads_a_task_of_two_nodes_and_finds_a_machine(tmp_path):
         "recover_on_exit_codes": [75],
     }
     assert (
-        read["secrets"] == ["HF_TOKEN", "WANDB_API_KEY"]
+        read["secrets"] == ["HF_TOKEN", "WANDB_API_KEY", "RUN_SECRET"]
         and read["volumes"] == {"/runs": "ft"}
         and read["launch"]["entrypoint"] == ["task.yaml"]
     )
@@ -170,6 +170,36 @@ def test_the_packed_code_can_be_installed_and_starts(tmp_path):
     ]
 
 
+def test_nodes_keep_the_run_secret_in_a_private_file(tmp_path):
+    "It is neither in the task nor in the environment of the command, and each job has its own."
+    task = deploy_skypilot(RunConfig(), "/mnt/shared", num_nodes=2)
+    seen = 'env; stat -c "%a %n" "$MULTIGPU_FT_SECRETS_DIR" "$MULTIGPU_FT_SECRETS_DIR"/*'
+    fake(tmp_path / "multigpu_ft_env" / "bin" / "multigpu-ft", f"{seen}; multigpu-ft-secret")
+    fake(
+        tmp_path / "multigpu_ft_env" / "bin" / "multigpu-ft-secret",
+        f"{sys.executable} -c 'from multigpu_ft.run.secrets import run_secret; print(run_secret())'",
+    )
+    env = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "HOME": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "RUN_SECRET": "5a" * 32,
+    }
+    done = subprocess.run(
+        ["bash", "-c", task.task["run"]], env=env, capture_output=True, text=True, timeout=60
+    )
+    *listed, folder, file, found = done.stdout.splitlines()
+    assert "5a5a" not in "".join(listed) and found == repr(b"5a" * 32)
+    assert folder.startswith("700 ") and file.endswith("/RUN_SECRET")
+    trusting = deploy_skypilot(RunConfig(trusted_network=True), "/mnt/shared", num_nodes=2)
+    assert "RUN_SECRET" not in trusting.yaml
+    assert "RUN_SECRET" not in deploy_skypilot(RunConfig(), "/mnt/shared").yaml
+
+
 def test_submitting_passes_on_the_names_of_secrets(tmp_path, monkeypatch):
     there = "ls code/multigpu_ft/training/trainer.py config.json; printenv SKYPILOT_DISABLE_USAGE_COLLECTION"
     fake(
@@ -189,6 +219,11 @@ def test_submitting_passes_on_the_names_of_secrets(tmp_path, monkeypatch):
         and task.submitted
     )
     assert yaml.safe_load(said.partition("task.yaml\n")[2])["secrets"] == {"HF_TOKEN": None}
+    fake(tmp_path / "sky", f'printenv RUN_SECRET >> {tmp_path}/secrets; printf "%s\n" "$@"')
+    for _ in range(2):
+        deploy_skypilot(RunConfig(), "volume:ft", num_nodes=2, submit=True)
+    secrets = (tmp_path / "secrets").read_text().split()
+    assert len({*secrets}) == 2 and {len(each) for each in secrets} == {64}
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ConfigError, match="HF_TOKEN"):
         deploy_skypilot(RunConfig(hf_repo="user/opt"), "volume:ft", submit=True)

@@ -27,6 +27,7 @@ from harness import faults  # noqa: E402
 
 from multigpu_ft.launcher.commands import flags
 from multigpu_ft.run.run_dir import RunDir
+from multigpu_ft.run.secrets import new_run_secret
 
 BIN, REPO = Path(sys.executable).parent, Path(__file__).parents[2]
 _NUMBERS = itertools.count()
@@ -51,18 +52,26 @@ def ip(*words):
 
 
 class Hosts:
-    "`count` machines on a switch. They see this machine's files; a folder stands for a machine's own disk."
+    """`count` machines on a switch, which have the same run secret.
 
-    def __init__(self, count=2):
+    They see this machine's files; a folder stands for a machine's own disk. With `relay` the switch
+    is a program, which can `do` more than cut a link."""
+
+    def __init__(self, count=2, ipv6=False, relay=False):
         self.tag = f"{os.getpid():x}{next(_NUMBERS)}"
+        self.ipv6, self.relay = ipv6, relay
         self.switch, self.names = f"sw{self.tag}", [f"h{i}x{self.tag}" for i in range(count)]
-        self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
+        prefix = "fd00:77::" if ipv6 else "10.77.0."
+        self.addresses = [f"{prefix}{i + 1}" for i in range(count)]
         self.started = []
+        self.settings = tempfile.mkdtemp(prefix="hosts-")
 
     def __enter__(self):
+        self.give_secret(self.settings)
         ip("netns", "add", self.switch)
-        ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", self.switch, "link", "set", "bridge", "up")
+        if not self.relay:
+            ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
+            ip("-n", self.switch, "link", "set", "bridge", "up")
         for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             ip("netns", "add", name)
             ip(
@@ -79,10 +88,22 @@ class Hosts:
                 "netns",
                 name,
             )
-            ip("-n", self.switch, "link", "set", f"port{number}", "master", "bridge", "up")
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            at = [] if self.relay else ["master", "bridge"]
+            ip("-n", self.switch, "link", "set", f"port{number}", *at, "promisc", "on", "up")
+            size = ["64", "nodad"] if self.ipv6 else ["24"]
+            ip("-n", name, "address", "add", f"{address}/{size[0]}", "dev", "eth0", *size[1:])
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
+        if self.relay:
+            words = [sys.executable, Path(__file__).with_name("relay.py"), "port0", "port1"]
+            self.relay = subprocess.Popen(
+                ["ip", "netns", "exec", self.switch, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert self.relay.stdout.readline() == "ready\n"
+            self.started.append(self.relay)
         return self
 
     def __exit__(self, *_):
@@ -96,6 +117,27 @@ class Hosts:
         for name in [*self.names, self.switch]:
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        shutil.rmtree(self.settings)
+
+    def do(self, **what):
+        "Have the relay delay (s), lose (share), or keep frames from the ports in `deaf`."
+        self.relay.stdin.write(json.dumps(what) + "\n")
+        self.relay.stdin.flush()
+
+    def processes(self, host):
+        "Return the processes of a machine."
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True
+        )
+        return [psutil.Process(int(pid)) for pid in listed.stdout.split()]
+
+    @staticmethod
+    def give_secret(settings):
+        "Put a new run secret where a machine with the folder `settings` looks for it."
+        file = Path(settings, "multigpu_ft", "run_secret")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(0o600)
+        file.write_text(new_run_secret())
 
     def cut(self, host=1):
         "Pull the cable of `host` out of the switch: messages are lost without an error."
@@ -119,7 +161,8 @@ class Hosts:
             *map(str, words),
         ]
         out = open(log, "w") if log else subprocess.PIPE
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        ours = {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": self.settings}
+        environment = {**os.environ, **ours, **env}
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -131,12 +174,12 @@ class Hosts:
         self.started.append(process)
         return process
 
-    def pod(self, host, name, template, environment, config, shared):
+    def pod(self, host, name, template, environment, config, shared, secrets):
         """Run `template` as pod number `host` of job `name`, as Kubernetes does.
 
         Its command is process 1, its root is read-only, and its hosts have names.
 
-        `config` and `shared` are folders of this machine. The user stays the same, because a
+        `config`, `shared` and `secrets` are folders of this machine. The user stays the same, because a
         developer's interpreter may be readable by root only."""
         hosts = Path("/etc/netns", self.names[host], "hosts")
         hosts.parent.mkdir(parents=True, exist_ok=True)
@@ -145,6 +188,7 @@ class Hosts:
             + "".join(f"{a} {name}-{n}.{name} {name}-{n}\n" for n, a in enumerate(self.addresses))
         )
         container = template["spec"]["containers"][0]
+        mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
         command = [
             word.replace("$(JOB_COMPLETION_INDEX)", str(host)) for word in container["command"]
         ]
@@ -157,6 +201,7 @@ class Hosts:
             "mount -t tmpfs tmpfs /mnt; mkdir /mnt/upper /mnt/work /mnt/root; "
             "mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work "
             "/mnt/root; cd /mnt/root; mkdir -p config shared home/multigpu-ft; "
+            f"mkdir -p ./{mounted['secrets']}; mount --bind {secrets} ./{mounted['secrets']}; "
             f"mount -t tmpfs tmpfs tmp; {binds} "  # the order matters: the checkout may be in /tmp
             f"mount --bind {config} config; mount -o remount,bind,ro config; "
             f"mount --bind {shared} shared; mount -t tmpfs tmpfs home/multigpu-ft; "
@@ -199,7 +244,7 @@ class Hosts:
         return process
 
     def rdzv(self, port=29400):
-        return f"{self.addresses[0]}:{port}"
+        return f"[{self.addresses[0]}]:{port}" if self.ipv6 else f"{self.addresses[0]}:{port}"
 
     def train(self, host, cfg, *more, rdzv=None, **env):
         "Run `multigpu-ft train` as node `host`."

@@ -75,7 +75,7 @@ def _pod(template, manifests):
         "keeps capabilities": own.get("capabilities") == {"drop": ["ALL"]},
         "can write to its image": own.get("readOnlyRootFilesystem") is True,
         "has a token of the API": spec.get("automountServiceAccountToken") is False
-        and not any("projected" in v for v in spec["volumes"]),
+        and all({*s} == {"secret"} for v in spec["volumes"] for s in _projected(v)),
         "runs as the default account": spec.get("serviceAccountName")
         in [m["metadata"]["name"] for m in find(manifests, "ServiceAccount")],
         "shares something with its node": not any(
@@ -242,6 +242,10 @@ def _accounts(manifests):
         if account.get("automountServiceAccountToken") is not False:
             found.append(f"account {account['metadata']['name']} gives its token to any pod")
     return found
+
+
+def _projected(volume):
+    return volume.get("projected", {}).get("sources", [])
 
 
 def _secrets(manifests):

@@ -136,6 +136,7 @@ def test_what_is_uploaded_comes_back_unchanged(hub, client, run, tmp_path):
     assert pulled["revision"] == hub.repos[repo]["revisions"][-1]["sha"]
     path = Path(pulled["path"])
     assert path == root / f"hub--jane--{repo.split('/')[1]}" / "checkpoints" / newest.name
+    assert path.parents[1].stat().st_mode & 0o777 == 0o700, "others can't read a private model"
     assert {p.name: p.read_bytes() for p in path.iterdir()} == {
         p.name: p.read_bytes() for p in newest.iterdir()
     }

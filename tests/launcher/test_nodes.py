@@ -13,11 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import faults, hosts
+from harness import faults, host_faults, hosts
 from harness.runs import slow
 
 from multigpu_ft import Run, RunConfig, RunDir, deploy_kubernetes
 from multigpu_ft.launcher.commands import flags
+from multigpu_ft.run.secrets import new_run_secret
 
 no_hosts = hosts.missing()
 pytestmark = pytest.mark.skipif(bool(no_hosts), reason=str(no_hosts))
@@ -242,6 +243,29 @@ def test_the_link_is_cut_again_and_again(material, server, tmp_path, shared):
     print(hosts.Cuts(tmp_path, material, server, seed=3 + shared, shared=shared, nproc=1).run(10))
 
 
+@pytest.fixture(scope="module")
+def calm(server, material, tmp_path_factory):
+    return host_faults.Calm(tmp_path_factory.mktemp("calm"), material, server)
+
+
+# `make faults` has those that take minutes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "cut from node 0 to node 1",
+        "node 0 killed and started again",
+        "clock a year ahead",
+        "older version",
+        "full disk",
+        "IPv6 only",
+    ],
+)
+def test_a_fault_of_two_machines(calm, material, tmp_path, fault):
+    "The run ends with the losses and weights of an undisturbed one, and nothing is left."
+    host_faults.run_fault(fault, tmp_path, material, calm)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_name, nproc", [("SIGKILL", 2), ("SIGSTOP", 1)])
 def test_a_rank_of_the_other_machine_fails(net, material, tmp_path, signal_name, nproc):
@@ -360,7 +384,7 @@ def test_the_pods_of_a_job(net, material, tmp_path):
     """Run the command of the rendered pods, with the variables that Kubernetes would set.
 
     Evicted, they end with 75 on both nodes; started again, they finish."""
-    shared, config = tmp_path / "shared", tmp_path / "config"
+    shared, config, secrets = (tmp_path / each for each in ("shared", "config", "secrets"))
     shutil.copytree(material, shared / "data")
     config.mkdir()
     resources = {
@@ -393,13 +417,16 @@ def test_the_pods_of_a_job(net, material, tmp_path):
         job["metadata"]["name"],
         next(data for data in maps.values() if "HOME" in data),
     )
+    secrets.mkdir()
+    (secrets / "RUN_SECRET").write_text(new_run_secret())  # as the cluster mounts it
     (config / "cfg.json").write_text(
         next(data["cfg.json"] for data in maps.values() if "cfg.json" in data)
     )
 
     def pods():
         return [
-            net.pod(n, name, job["spec"]["template"], variables, config, shared) for n in range(2)
+            net.pod(n, name, job["spec"]["template"], variables, config, shared, secrets)
+            for n in range(2)
         ]
 
     run_dir = RunDir(shared / "runs" / "pods")
