@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -20,7 +21,8 @@ import numpy as np
 
 from .examples import Texts
 from ..run.config import RunConfig
-from ..run.errors import DataError, ModelError
+from ..run.errors import ConfigError, DataError, ModelError
+from ..run.limits import bounded
 
 # %% ../../nbs/data/04_tokenization.ipynb #d71b3719
 @dataclass(frozen=True)
@@ -139,15 +141,56 @@ def tokenize_labelled(
             found.append(Text(np.array(ids, np.int32), None, labels[start + number], segments))
     return TokenizedTexts(found, _pad_id(tokenizer))
 
-# %% ../../nbs/data/04_tokenization.ipynb #263fd6b2
-_OTHER_WORDS = "\ue000\ue001\ue002"  # private-use characters, which no conversation has
-_MARKED = re.compile(r"\{%-?\s*generation\b")
+# %% ../../nbs/data/04_tokenization.ipynb #20ddc4a8
 # some templates put today's date in, and a run resumed tomorrow would have other texts;
 # this is the default of Llama 3's
 _SETTINGS: dict[str, Any] = {
     "date_string": "26 Jul 2024",
     "strftime_now": datetime(2024, 7, 26).strftime,
 }
+_SECONDS, _MESSAGES = 10.0, 100  # so long for so many messages, and for fewer
+_BYTES = 2**30
+_MORE_CHARACTERS, _TIMES = 1_000_000, 10
+
+
+class _TooLong(Exception):
+    pass
+
+
+def _of_sensible_length(text: str, messages: list[dict[str, Any]]) -> str:
+    "Return `text`, which a template made of `messages`. Raises `_TooLong`."
+    if len(text) > _MORE_CHARACTERS:
+        given = sum(len(str(message)) for message in messages)
+        if len(text) > _MORE_CHARACTERS + _TIMES * given:
+            raise _TooLong(f"made {len(text):,} characters of {given:,}")
+    return text
+
+
+def _render(messages: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> str:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **_SETTINGS, **settings)
+    return _of_sensible_length(text, messages)
+
+
+def _limited(render: Callable[[], Any], messages: list[dict[str, Any]], tokenizer: Any) -> Any:
+    "Return `render()`, of `messages`. Raises `ConfigError` if the template exceeds its limits."
+    seconds = _SECONDS * max(1, len(messages) / _MESSAGES)
+    try:
+        return bounded(render, seconds, _BYTES)
+    except TimeoutError:
+        what = f"takes more than {seconds:.0f} s of processor time"
+    except MemoryError:
+        what = f"needs more than {_BYTES / 2**30:.0f} GiB of memory"
+    except _TooLong as error:
+        what = str(error)
+    raise ConfigError(
+        f"the chat template of {tokenizer.name_or_path!r} {what} for one conversation; an ordinary one "
+        "needs milliseconds and adds some words. Read the template (chat_template in the "
+        "tokenizer's files, or the one that you gave), or use another model."
+    )
+
+# %% ../../nbs/data/04_tokenization.ipynb #263fd6b2
+_OTHER_WORDS = "\ue000\ue001\ue002"  # private-use characters, which no conversation has
+_MARKED = re.compile(r"\{%-?\s*generation\b")
 
 
 def _common(*texts: str) -> int:
@@ -161,7 +204,7 @@ def assistant_spans(
     "Return the conversation as text, and the character spans of the assistant's turns."
 
     def write(turns: list[dict[str, Any]], **settings: Any) -> str:
-        return tokenizer.apply_chat_template(turns, tokenize=False, **_SETTINGS, **settings)
+        return _render(turns, tokenizer, **settings)
 
     text, spans = write(messages), []
     for number, message in enumerate(messages):
@@ -186,9 +229,11 @@ def assistant_spans(
 def asking(messages: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> str:
     """Return the conversation as text that asks for the assistant's next turn.
 
-    `settings` are passed to the template."""
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **_SETTINGS, **settings
+    `settings` are passed to the template. Raises `ConfigError` if it exceeds its limits."""
+    return _limited(
+        lambda: _render(messages, tokenizer, add_generation_prompt=True, **settings),
+        messages,
+        tokenizer,
     )
 
 
@@ -210,20 +255,41 @@ def _special_ids(tokenizer: Any) -> set[int]:
     }
 
 # %% ../../nbs/data/04_tokenization.ipynb #3a329126
+def _read_marked(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[int], np.ndarray]:
+    "Return the token ids, and which of them the template marks as the assistant's."
+    # apply_chat_template would do all of it, but tokenize a text of any length
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    told = [{name: said for name, said in m.items() if said is not None} for m in messages]
+    settings = {**tokenizer.special_tokens_map, **_SETTINGS}
+
+    def render() -> tuple[str, list[tuple[int, int]]]:
+        (text,), (spans,) = render_jinja_template(
+            [told],
+            chat_template=tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **settings,
+        )
+        return _of_sensible_length(text, messages), spans
+
+    text, spans = _limited(render, messages, tokenizer)
+    made = tokenizer(text, add_special_tokens=False)
+    loss_mask = np.zeros(len(made["input_ids"]), bool)
+    for start, end in spans:
+        first, last = made.char_to_token(start), made.char_to_token(end - 1)
+        if first is None:
+            break
+        loss_mask[first : last + 1 if last else None] = True
+    return made["input_ids"], loss_mask
+
+
 def _read_conversation(
     messages: list[dict[str, Any]], tokenizer: Any
 ) -> tuple[list[int], np.ndarray]:
     "Return the token ids, and which of them are the assistant's."
     if _MARKED.search(tokenizer.get_chat_template()):
-        made = tokenizer.apply_chat_template(
-            messages,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **_SETTINGS,
-        )
-        return made["input_ids"], np.array(made["assistant_masks"], bool)
-    text, spans = assistant_spans(messages, tokenizer)
+        return _read_marked(messages, tokenizer)
+    text, spans = _limited(lambda: assistant_spans(messages, tokenizer), messages, tokenizer)
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = made["input_ids"], np.array(made["offset_mapping"]).reshape(-1, 2)
     special = _special_ids(tokenizer)
@@ -247,11 +313,15 @@ def _read_conversation(
 
 
 def closing_token(tokenizer: Any) -> int | None:
-    "Return the special token that ends the assistant's turn in the chat template, or None."
+    """Return the special token that ends the assistant's turn in the chat template, or None.
+
+    Raises `ConfigError` if the template exceeds its limits."""
     try:
         ids, loss_mask = _read_conversation(
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer
         )
+    except ConfigError:
+        raise
     except Exception:  # from Jinja, or from a tokenizer without character offsets
         return None
     last = int(np.array(ids)[loss_mask][-1]) if loss_mask.any() else None
@@ -259,12 +329,17 @@ def closing_token(tokenizer: Any) -> int | None:
 
 # %% ../../nbs/data/04_tokenization.ipynb #d4e4262c
 def tokenize_chats(
-    chats: list[list[dict[str, Any]]], tokenizer: Any, max_length: int
+    chats: list[list[dict[str, Any]]],
+    tokenizer: Any,
+    max_length: int,
+    rows: list[int] | None = None,
 ) -> TokenizedTexts:
     """Tokenize conversations with the tokenizer's chat template, cut to `max_length` tokens.
 
-    Raises `ModelError` for a tokenizer without a template or offsets, `DataError` for a
-    conversation that the template rejects, or if no assistant tokens are within `max_length`."""
+    `rows` are their numbers in the dataset, for messages. Raises `ModelError` for a tokenizer
+    without a template or offsets, `DataError` for a conversation that the template rejects, or if
+    no assistant tokens are within `max_length`, `ConfigError` for one on which the template exceeds
+    its limits."""
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             "the tokenizer has no chat template; use the model's chat variant (its name often "
@@ -279,6 +354,9 @@ def tokenize_chats(
     for number, messages in enumerate(chats):
         try:
             ids, loss_mask = _read_conversation(messages, tokenizer)
+        except ConfigError as error:
+            where = f"row {rows[number]}" if rows else f"conversation {number} of the slice"
+            raise ConfigError(f"{where}: {error}") from None
         except Exception as error:  # from Jinja or the template
             raise DataError(
                 f"conversation {number} of the slice: the model's chat template rejected it "
@@ -294,9 +372,11 @@ def tokenize_chats(
 
 
 def tokenize(cfg: RunConfig, slice: Texts, tokenizer: Any) -> TokenizedTexts:
-    "Tokenize the examples of `slice` for `cfg.task`. Raises `DataError` or `ModelError`."
+    """Tokenize the examples of `slice` for `cfg.task`.
+
+    Raises `DataError`, `ModelError`, or `ConfigError` for a chat template that exceeds its limits."""
     if cfg.task == "chat":
-        return tokenize_chats(slice.texts, tokenizer, cfg.max_length)
+        return tokenize_chats(slice.texts, tokenizer, cfg.max_length, slice.rows)
     if cfg.task == "classification":
         return tokenize_labelled(slice.texts, slice.labels, tokenizer, cfg.max_length)
     return tokenize_texts(slice.texts, tokenizer, cfg.max_length)

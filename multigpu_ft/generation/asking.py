@@ -95,6 +95,8 @@ class _Prompt:
             return tuple(ids[:-1] if ids[-1] == self.tokenizer.eos_token_id else ids)
         try:
             text = asking([{"role": "user", "content": question}], self.tokenizer)
+        except ConfigError:
+            raise
         except Exception as error:  # from Jinja or the template
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise DataError(f"the chat template rejects the question: {reason[:200]}") from None

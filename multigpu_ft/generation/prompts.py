@@ -14,7 +14,7 @@ from ..data.examples import check_messages, load_rows
 from ..data.sources import whole_text
 from ..data.tokenization import asking
 from ..run.config import RunConfig
-from ..run.errors import DataError
+from ..run.errors import ConfigError, DataError
 from ..run.numbers import span
 
 # %% ../../nbs/generation/06_prompts.ipynb #7a90d9a2
@@ -111,12 +111,15 @@ def tokenize_questions(
     `left_out`.
 
     `positions` is the model's maximum number of tokens; `enable_thinking` is passed to the chat
-    template. Raises `DataError` if no question is left."""
+    template. Raises `DataError` if no question is left, `ConfigError` if the template exceeds its
+    limits."""
     settings = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     with_prompt = []
     for question in questions:
         try:
             text = asking(question.messages, tokenizer, **settings)
+        except ConfigError as error:
+            raise ConfigError(f"row {question.number}: {error}") from None
         except Exception as error:  # from Jinja or the template
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             left_out.add(f"the chat template rejects them: {reason[:200]}", question.number)
