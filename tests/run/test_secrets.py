@@ -294,5 +294,5 @@ def test_a_failing_run_leaves_no_secret_not_even_in_its_exception(place):
     ), watched.done.stderr[-3000:]
     assert time.monotonic() - begun < 200
     error = next((folder / "work" / "mine").glob("*/errors/rank0.json")).read_text()
-    assert "user:***@" in error
+    assert "://***@" in error
     assert_clean(folder, canaries, watched)
