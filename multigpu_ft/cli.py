@@ -571,12 +571,12 @@ _VERBS = {
     "generate": _generate,
     "evaluate": _evaluate,
     "runs": _runs,
-    "secret": _secret,
     "sync": _sync,
     "presets": _presets,
     "doctor": _doctor,
     "deploy": _deploy,
     "notebook": _notebook,
+    "secret": _secret,
 }
 
 
