@@ -39,7 +39,7 @@ from .run.errors import ConfigError, did_you_mean, printable
 from .run.failures import RunFailed
 from .run.numbers import FIRST_STEP_LOSS, change, held_out_changes, loss_unit, score
 from .run.run_dir import STOPPED_EXIT_CODE
-from .run.secrets import make_run_secret, refuse_secrets
+from .run.secrets import hide_secrets, make_run_secret, refuse_secrets
 
 # %% ../nbs/04_cli.ipynb #42a9ca42
 def _in_groups(
@@ -610,7 +610,7 @@ def main() -> None:
     except Terminated:  # before there was anything to stop
         sys.exit(STOPPED_EXIT_CODE)
     except (ValueError, RunFailed) as error:
-        message = printable(f"multigpu-ft {verb}: {type(error).__name__}: {error}")
+        message = printable(hide_secrets(f"multigpu-ft {verb}: {type(error).__name__}: {error}"))
         node_rank = _take(list(arguments), "--node-rank")
         code = _exit_code_of_job(error, node_rank) if as_job else 1
         if code == 1:

@@ -43,6 +43,7 @@ from multigpu_ft.run.config import (
 from .run.errors import ConfigError
 from .run.numbers import change, held_out_changes
 from .run.run_dir import LIVE_STATES
+from .run.secrets import hide_secrets
 
 # %% ../nbs/01_config_form.ipynb #58c5611e
 def _kinds(info: FieldInfo) -> tuple[Any, ...]:
@@ -575,7 +576,7 @@ class _Runner:
         try:
             run, said = _launch(cfg, self.output)
         except Exception as error:  # a button's traceback would be lost in the browser's log
-            words = f"✗ {type(error).__name__}: {escape(str(error))}"
+            words = f"✗ {type(error).__name__}: {escape(hide_secrets(str(error)))}"
             self.busy = ""
             self.remark = f'<div class="multigpu-bad" role="alert">{words}</div>'
         else:
@@ -591,7 +592,8 @@ class _Runner:
         try:
             run.wait(panel=self.output or False)
         except Exception as error:
-            why = f": {next(iter(str(error).splitlines()), type(error).__name__)}"
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            why = f": {hide_secrets(why)}"
         self.busy, self.remark = "", f"<div>{escape(f'{run.name}: {run.state}{why}')}</div>"
         self._changed()
 
@@ -605,7 +607,7 @@ def _memory_words(cfg: RunConfig) -> str:
         found = estimate(cfg)
         return " ".join([found.line, *(f"Nearest: {remedy}." for remedy in found.remedies[:1])])
     except Exception as error:  # a form without an estimate is still a form
-        return f"no estimate: {error}"
+        return f"no estimate: {hide_secrets(str(error))}"
 
 
 class _MemoryLine:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -566,4 +566,5 @@ def doctor(bandwidth: bool = True) -> Checkup:
     # torch's own check would disturb the measurement, so it ends first
     if bandwidth and rows["torch"]().state == "ok":
         rows["interconnect"] = lambda: _safely("interconnect", lambda: _interconnect_row(usable))
-    return Checkup([row for look in rows.values() if (row := look())])
+    found = [row for look in rows.values() if (row := look())]
+    return Checkup([replace(row, found=secrets.hide_secrets(row.found)) for row in found])

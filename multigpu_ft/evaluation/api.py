@@ -248,7 +248,7 @@ def evaluate(
     together, `RunFailed` if a rank fails.
     """
     settings = locals()
-    refuse_secrets({name: value for name, value in settings.items() if isinstance(value, str)})
+    refuse_secrets(settings)
     request = _Request.checked(settings)
     use_secrets()
     runs = find_runs(run, run_root) if run is not None else []

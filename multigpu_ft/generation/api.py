@@ -474,7 +474,7 @@ def generate(
     inputs that are missing or don't fit together, `RunFailed` if a rank dies.
     """
     settings = locals()
-    refuse_secrets({name: value for name, value in settings.items() if isinstance(value, str)})
+    refuse_secrets(settings)
     use_secrets()
     output, val_output = _output_files(output, val_output)
     fine_tuned = _find_fine_tuned(run, model, checkpoint, hf_repo, run_root)

@@ -24,6 +24,7 @@ from typing import Any
 from .fine_tuned import count
 from ..run.errors import ConfigError
 from ..run.run_dir import GENERATION_FILE, RunDir, read_json, write_json
+from ..run.secrets import hide_secrets
 
 # %% ../../nbs/generation/07_completions.ipynb #33d7b635
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def rewarded(
     except Exception as error:  # whatever the user's function raises
         frame = traceback.extract_tb(error.__traceback__)[-1]
         line = f"{Path(frame.filename).name}, line {frame.lineno}"
-        reason = f"{type(error).__name__}: {error} ({line})"
+        reason = hide_secrets(f"{type(error).__name__}: {error} ({line})")
         return {**record, "reward": None, "reward_error": reason}
     if isinstance(value, int):
         number = int(value)  # True is 1

@@ -24,6 +24,7 @@ from ..checkpoints.manifest import PROGRESS_FILE, read_progress
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError, ConfigError
 from ..run.run_dir import COMMIT_FILE, PARTIAL, read_commit
+from ..run.secrets import hide_secrets
 
 # %% ../../nbs/hub/02_repository.ipynb #71b9bf1d
 # limits: to connect, to get an answer, to send, to get a free connection
@@ -153,8 +154,8 @@ def persist(
 
 
 def reason(error: BaseException) -> str:
-    """Return the gist of an error in one line, without the query part of URLs, which may hold a
-    signature."""
+    """Return the gist of an error in one line, without secrets and the query part of URLs, which
+    may hold a signature."""
     roots = [e for e in _chain(error) if isinstance(e, Unreachable)]
     if roots:
         root = roots[0]
@@ -163,7 +164,7 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(root).splitlines() if line.strip()] or [
         type(root).__name__
     ]
-    return re.sub(r"\?\S+", "", " ".join(lines[:2]))[:300]
+    return hide_secrets(re.sub(r"\?\S+", "", " ".join(lines[:2])))[:300]
 
 # %% ../../nbs/hub/02_repository.ipynb #9ad23b02
 _ANSWER_S = 15.0  # limit for a question before training

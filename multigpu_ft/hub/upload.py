@@ -200,7 +200,10 @@ class _Pass:
             except ValueError as error:
                 if _CARD not in str(error):
                     raise
-                print(f"the Hub rejects the model card, so it is left out: {error}", flush=True)
+                print(
+                    f"the Hub rejects the model card, so it is left out: {reason(error)}",
+                    flush=True,
+                )
                 self.card_refused = True
         return self._create_commit(operations, message) if operations else None
 

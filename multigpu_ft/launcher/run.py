@@ -45,6 +45,7 @@ from ..run.failures import end_of_log, ending, failure_of, find_log, tail
 from ..run.numbers import age, duration, span
 from ..run.processes import is_alive, is_stopped, processes_of
 from ..run.run_dir import BY_SIGNAL, FINAL_STATES, LIVE_STATES, RunDir
+from ..run.secrets import hide_secrets
 
 # %% ../../nbs/launcher/10_run.ipynb #43813b6b
 # Ranks end within 10 s of an interrupt, unless a step is longer or a checkpoint is being written.
@@ -307,9 +308,11 @@ class _RunInfo:
         return self.dir.metrics()
 
     def logs(self, rank: int | str = 0, lines: int | None = None) -> str:
-        "Return what `rank` printed, or its last `lines` lines; `'agent'` is torchrun's agent."
+        """Return what `rank` printed, or its last `lines` lines, without secrets.
+
+        `'agent'` is torchrun's agent."""
         path = _find_log(self.dir, rank)
-        return tail(path, lines) if lines else path.read_text(errors="replace")
+        return tail(path, lines) if lines else hide_secrets(path.read_text(errors="replace"))
 
     def plot(self, over: Iterable["_RunInfo | str | Path"] = ()) -> Any:
         """Return a matplotlib figure of the loss over steps, and of the evaluations.

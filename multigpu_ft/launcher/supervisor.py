@@ -47,6 +47,7 @@ from multigpu_ft.run.run_dir import (
     RunDir,
     clear_attempt,
 )
+from ..run.secrets import hide_secrets
 
 # %% ../../nbs/launcher/08_supervisor.ipynb #3b967508
 # for the other nodes to report their own failures, before their ranks are killed
@@ -618,7 +619,7 @@ def main() -> None:
         failure = _end_of_supervisor(asked.node_rank, error)
         is_clear = isinstance(error, ConfigError | NodesError)
         with suppress(OSError):  # if the disk has no room even for that
-            print(error if is_clear else traceback.format_exc(), flush=True)
+            print(error if is_clear else hide_secrets(traceback.format_exc()), flush=True)
             node_dir.update_status(state="failed", activity=None, failure=failure)
         code = 1
     os._exit(code)  # a thread may still wait for a connection

@@ -25,10 +25,14 @@ from ..run import errors
 from ..run.config import BUILTIN_MODEL, OPTIMIZERS, RunConfig
 from ..run.environment import GPU
 from ..run.errors import ConfigError
+from ..run.secrets import hide_secrets
 
 # %% ../../nbs/memory/04_fit.ipynb #a9b3a0af
 class NoEstimate(ValueError):
     "A configuration whose memory can't be estimated, though it may train."
+
+    def __init__(self, message: str) -> None:
+        super().__init__(hide_secrets(message))
 
 
 _COUNTS = (

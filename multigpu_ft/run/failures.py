@@ -17,20 +17,22 @@ import psutil
 from . import errors
 from .errors import Brief, frame_lines, printable
 from .run_dir import RunDir
+from .secrets import hide_secrets
 
 # %% ../../nbs/run/06_failures.ipynb #b16d32a5
 _COLORS = re.compile(r"\x1b\[[\d;]*m")  # of a terminal
 
 
 def tail(path: Path, lines: int = 12) -> str:
-    "Return the last `lines` lines of a log without reading all of it."
+    "Return the last `lines` lines of a log, without secrets and without reading all of it."
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 400 * lines - 4000))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return "(empty)"
-    shown = _COLORS.sub("", text).rstrip("\n").split("\n")[-lines:]
+    # a private key has several lines, so all of them are looked at
+    shown = hide_secrets(_COLORS.sub("", text)).rstrip("\n").split("\n")[-lines:]
     # a progress bar overwrites its line, and only the last version was visible
     return printable("\n".join(line.rpartition("\r")[2] for line in shown))
 
@@ -69,9 +71,10 @@ class RunFailed(Brief, RuntimeError):
         traceback: str | None = None,
         node_rank: int | None = None,
     ) -> None:
-        super().__init__(printable(message))
+        super().__init__(printable(hide_secrets(message)))
         self.rank, self.exitcode = rank, exitcode
-        self.traceback, self.node_rank = traceback and printable(traceback), node_rank
+        self.traceback = traceback and printable(hide_secrets(traceback))
+        self.node_rank = node_rank
 
 
 def _exception_of(name: Any) -> type[Exception] | None:
@@ -139,6 +142,8 @@ def _reason_for_kill(run_dir: RunDir) -> str:
 
 def ending(code: int) -> str:
     "Say how a process with exit code `code` ended."
+    if code == -signal.SIGPROF:  # of `limits`, whose module imports this one
+        return "gave up on a chat template that does not end; its log has the line of the template"
     if code < 0:
         return f"was killed by signal {-code} ({signal.Signals(-code).name})"
     return f"ended with exit code {code}"

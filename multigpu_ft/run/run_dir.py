@@ -20,6 +20,7 @@ from typing import Any
 
 from .config import RunConfig
 from .errors import CheckpointError, ConfigError
+from .secrets import hide_secrets_in
 
 # %% auto #0
 __all__ = ['COMMIT_FILE', 'PARTIAL', 'PLAN_FILE', 'FAILURE_FILE', 'BY_SIGNAL', 'GENERATION_FILE', 'HUB_FILE', 'LIVE_STATES',
@@ -138,6 +139,9 @@ _KINDS = {
 }
 
 
+_TOLD = ("activity", "failure", "message", "remarks")  # in words
+
+
 def _read_status(path: Path) -> dict[str, Any]:
     "Return the status in the file `path`. Raises `ConfigError` if it is damaged."
     try:
@@ -231,9 +235,12 @@ class _NodeDir:
     def update_status(self, **changes: Any) -> None:
         """Merge `changes` into status.json and refresh its heartbeat.
 
-        One process at a time writes it: the launcher, then rank 0, then the agent."""
+        One process at a time writes it: the launcher, then rank 0, then the agent. What it tells
+        is written without secrets."""
+        told = {name: hide_secrets_in(changes[name]) for name in _TOLD if name in changes}
         write_json(
-            self.path / "status.json", {**self.status(), **changes, "heartbeat": time.time()}
+            self.path / "status.json",
+            {**self.status(), **changes, **told, "heartbeat": time.time()},
         )
 
     def metrics(self) -> list[dict[str, Any]]:

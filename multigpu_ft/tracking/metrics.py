@@ -23,6 +23,7 @@ from ..distributed.strategies import Single
 from ..models.quantization import count_weights
 from ..run.environment import find_gpu
 from ..run.run_dir import RunDir, replace_file
+from ..run.secrets import hide_secrets
 
 # %% ../../nbs/tracking/01_metrics.ipynb #fc898857
 _STATUS_EVERY_S = 0.5
@@ -83,6 +84,7 @@ class RunLog:
 
         It is printed to the log, kept in status.json and shown by the notebook.
         """
+        text = hide_secrets(text)
         if self._is_main and text not in self._remarks:
             print(text, flush=True)
             if instead_of in self._remarks:

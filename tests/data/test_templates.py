@@ -1,19 +1,16 @@
 """A chat template that never ends, or wants all of the memory, ends a run with one sentence that names the row."""
 
 import json
-import re
 import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
-from harness.runs import until
 
-from multigpu_ft import ConfigError, RunConfig, RunFailed, generate, launch
+from multigpu_ft import ConfigError, RunConfig, generate, launch
 from multigpu_ft.data import tokenization
 from multigpu_ft.data.tokenization import asking, closing_token, tokenize_chats
-from multigpu_ft.run.answering import end_answering
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
@@ -33,13 +30,9 @@ BOMBS = {
     "a text": ("{{ messages[0].content * 10 ** 10 }}", MEMORY),
     "a format": ("{{ '%5000000000d' | format(1) }}", MEMORY),
     "a list": ("{{ [0] * 10 ** 10 }}", MEMORY),
-    "a long text": ("{{ 'a ' * 10 ** 8 }}", LENGTH),
-    "a long text in the turns": (
-        "{% for m in messages %}{{ m.content * 10 ** 7 }}{% endfor %}",
-        LENGTH,
-    ),
+    "a long text": ("{{ messages[0].content * 2 * 10 ** 6 }}", LENGTH),
     "a long text that is marked": (
-        "{% generation %}{{ 'a ' * 10 ** 8 }}{% endgeneration %}",
+        "{% generation %}{{ messages[0].content * 2 * 10 ** 6 }}{% endgeneration %}",
         LENGTH,
     ),
     "nested loops that are marked": ("{% generation %}" + ENDLESS + "{% endgeneration %}", TIME),
@@ -92,9 +85,8 @@ def test_each_kind_of_bomb_is_named_with_row_and_model(name, tokenizer, monkeypa
     )
     assert tokenizer.name_or_path in str(raised.value)
     for ask in (lambda: asking(chat(0)[:1], tokenizer), lambda: closing_token(tokenizer)):
-        if "in the turns" not in name and "generation %" not in tokenizer.chat_template:
-            with pytest.raises(ConfigError, match="the chat template of "):
-                ask()
+        with pytest.raises(ConfigError, match="the chat template of "):
+            ask()
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == signal.getitimer(signal.ITIMER_PROF)
 
 
