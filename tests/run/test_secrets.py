@@ -290,9 +290,9 @@ def test_a_failing_run_leaves_no_secret_not_even_in_its_exception(place):
     watched = Watched(train.split(), cwd=folder / "work", env=environment)
     assert (
         watched.done.returncode == 1
-        and "RuntimeError: 401 for https://***@huggingface.co/api" in watched.done.stderr
+        and "RuntimeError: 401 for https://user:***@huggingface.co/api" in watched.done.stderr
     ), watched.done.stderr[-3000:]
     assert time.monotonic() - begun < 200
     error = next((folder / "work" / "mine").glob("*/errors/rank0.json")).read_text()
-    assert "://***@" in error
+    assert "user:***@" in error
     assert_clean(folder, canaries, watched)
