@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from ..checkpoints.manifest import content_sample
 from ..data.tokenization import closing_token
-from ..distributed.world import World, join_world
+from ..distributed.world import World, join_world, store_of_machine
 from multigpu_ft.generation.completions import (
     GenerationJob,
     Shard,
@@ -63,10 +63,17 @@ from ..tracking.metrics import RunLog, peak_memory
 
 # %% ../../nbs/generation/09_generator.ipynb #7b01e865
 def _join_store() -> dist.Store:
-    "Connect to the store that torchrun keeps."
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(hours=2))
-    return dist.PrefixStore("generation", store)
+    "Open the store that the agent has named."
+    return dist.PrefixStore("generation", store_of_machine(timedelta(hours=2)))
+
+
+def _add(store: dist.Store, name: str, count: int) -> int:
+    """Add `count` to the number `name` in the store, and return the sum.
+
+    0 only reads it: the store is a file, which each write makes longer."""
+    if count or not store.check([name]):
+        return store.add(name, count)
+    return int(store.get(name))
 
 
 def _world_apart() -> World:
@@ -98,7 +105,7 @@ class _Ranks:
     def meet(self, where: str, meanwhile: Callable[[], None] | None = None) -> None:
         "Wait for the other ranks. Calls `meanwhile` again and again, or else says that it is idle."
         self.store.add(where, 1)
-        while self.store.add(where, 0) < self.world.size:
+        while _add(self.store, where, 0) < self.world.size:
             if meanwhile:
                 meanwhile()
             else:
@@ -360,7 +367,7 @@ _LOG_EVERY_S = 2.0
 
 
 class _SharedCounts:
-    "The counts of all ranks in torchrun's store, and the request to stop."
+    "The counts of all ranks in their store, and the request to stop."
 
     def __init__(self, store: dist.Store, is_main: bool) -> None:
         self._store, self._is_main = store, is_main
@@ -371,11 +378,11 @@ class _SharedCounts:
         # The main rank reads sequences first and the others add them last,
         # so a sequence that is counted is counted with everything else about it.
         order = _COUNTED if self._is_main else reversed(_COUNTED)
-        self.totals = {name: self._store.add(name, self.own[name]) for name in order}
+        self.totals = {name: _add(self._store, name, self.own[name]) for name in order}
         self.own = dict.fromkeys(_COUNTED, 0)
 
     def should_stop(self, wants_to_stop: bool) -> bool:
-        return self._store.add("stop", int(wants_to_stop)) > 0
+        return _add(self._store, "stop", int(wants_to_stop)) > 0
 
 
 class _SpeedLog:
