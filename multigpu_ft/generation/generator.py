@@ -56,7 +56,7 @@ from ..models.loading import PLAIN_CHAT, load_tokenizer
 from ..models.quantization import to_evaluation_mode
 from ..run.config import RunConfig
 from ..run.errors import ModelError
-from ..run.processes import IDLE, Heartbeat, StopSignal, leave, write_error
+from ..run.processes import IDLE, LEFT, Heartbeat, StopSignal, leave, write_error
 from ..run.run_dir import COMMIT_FILE, RunDir, commit_digest, read_commit
 from ..run.secrets import hide_secrets, use_secrets
 from ..tracking.metrics import RunLog, peak_memory
@@ -659,7 +659,7 @@ class Generation:
         self._progress.tell(last=True)
         self._ranks.meet("ended", self._progress.look)
         self._progress.tell(last=True)
-        self._ranks.heartbeat(IDLE)
+        self._ranks.heartbeat(IDLE if world.is_main else LEFT)
         if not world.is_main:
             return {}
         seconds, totals = time.monotonic() - begun, self._progress.counts.totals

@@ -43,7 +43,7 @@ def _descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 # %% ../../nbs/run/12_descendants.ipynb #f59d1b8b
-_ALONE_S, _ASKED_S, _TRACKERS_S = 1.5, 1.0, 0.5
+_ALONE_S, _ASKED_S, _TRACKERS_S = 1.0, 0.5, 0.5
 # a process that waits for a broken device can't be killed, and the run must not wait for it
 _HOPELESS_S = 10.0
 _ending = threading.Lock()
