@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from ..run.processes import StopSignal, end_with_agent
+from ..run.processes import StopSignal, end_with_agent, has_nothing_to_finish
 from ..run.run_dir import RunDir
 
 # %% ../../nbs/generation/10_main.ipynb #8449e695
@@ -22,14 +22,7 @@ gc.disable()
 faulthandler.register(signal.SIGUSR1, all_threads=True)  # the agent wants a hanging rank's stack
 os.dup2(1, 2)  # one log per rank, with warnings and tracebacks where they happened
 _run_dir = RunDir(sys.argv[1])
-
-
-def _is_hopeless() -> bool:
-    is_starting = _run_dir.status()["state"] == "starting"
-    return is_starting or any(_run_dir.path.glob("errors/*.json"))
-
-
-_stop = StopSignal(hopeless=_is_hopeless)
+_stop = StopSignal(hopeless=lambda: has_nothing_to_finish(_run_dir))
 
 # %% ../../nbs/generation/10_main.ipynb #43fbb241
 #| eval: false

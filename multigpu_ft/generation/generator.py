@@ -49,14 +49,14 @@ from .fine_tuned import FineTuned, fine_tuned_checkpoint, fine_tuned_export
 from .inference_model import load_model_for, quantization_of
 from .prompts import Question, load_questions, tokenize_questions
 from .sampling import Sampling, sequence_seed
-from .vllm_engine import start_vllm
+from .vllm_engine import VLLMDecoder, start_vllm
 from .work_queue import Queue, decode, share_out
 from ..models.loading import PLAIN_CHAT, load_tokenizer
 from ..models.quantization import to_evaluation_mode
 from ..run.config import RunConfig
 from ..run.errors import ModelError
 from ..run.payload import REWARD_FILE, read_packed
-from ..run.processes import IDLE, Heartbeat, StopSignal, leave, write_error
+from ..run.processes import IDLE, LEFT, Heartbeat, StopSignal, leave, write_error
 from ..run.run_dir import COMMIT_FILE, RunDir, commit_digest, read_commit
 from ..run.secrets import hide_secrets, use_secrets
 from ..tracking.metrics import RunLog, peak_memory
@@ -161,6 +161,9 @@ class TransformersModel:
         kind = ContinuousBatchDecoder if fine else GroupedDecoder
         return lambda rows: kind(self.loaded.model, rules, rows, capacity, self._device)
 
+    def close(self) -> None:
+        "Do nothing: the model ends with this process."
+
 
 class _VLLM:
     "The model in a vLLM engine."
@@ -168,6 +171,7 @@ class _VLLM:
     def __init__(self, source: Source) -> None:
         cfg, fine_tuned = source.cfg, source.fine_tuned
         self._source = source
+        self._decoder: VLLMDecoder | None = None
         merged = fine_tuned and not fine_tuned.has_adapter
         path, revision = (str(fine_tuned.path), None) if merged else (cfg.model, cfg.revision)
         self.config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -185,7 +189,19 @@ class _VLLM:
             self._source.fine_tuned,
             self._source.world.local_rank,
         )
-        return lambda rows: start_vllm(cfg, fine_tuned, rank, rows, capacity, rules, stop)
+
+        def start(rows: int) -> VLLMDecoder:
+            self.close()  # with more rows, it ran out of memory
+            self._decoder = start_vllm(cfg, fine_tuned, rank, rows, capacity, rules, stop)
+            return self._decoder
+
+        return start
+
+    def close(self) -> None:
+        "End the engine, if it was started."
+        if self._decoder:
+            self._decoder.close()
+        self._decoder = None
 
 # %% ../../nbs/generation/09_generator.ipynb #1d342d33
 def fine_tuned_of(job: GenerationJob, cfg: RunConfig) -> FineTuned | None:
@@ -638,10 +654,11 @@ class Generation:
         if rows:
             with torch.no_grad():
                 self._decode(Queue(store, share_out(missing, world.size)), rows)
+            self._inputs.model.close()
         self._progress.tell(last=True)
         self._ranks.meet("ended", self._progress.look)
         self._progress.tell(last=True)
-        self._ranks.heartbeat(IDLE)
+        self._ranks.heartbeat(IDLE if world.is_main else LEFT)
         if not world.is_main:
             return {}
         seconds, totals = time.monotonic() - begun, self._progress.counts.totals

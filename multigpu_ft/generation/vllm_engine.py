@@ -8,6 +8,7 @@ __all__ = ['VLLMDecoder', 'start_vllm']
 # %% ../../nbs/generation/05_vllm_engine.ipynb #9813b0c7
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from .decoding import Answer, Request, Rules
@@ -52,6 +53,11 @@ class VLLMDecoder:
                 reason = "length" if made.finish_reason == "length" else "stop"
                 finished.append(Answer(request, list(made.token_ids), reason))
         return finished
+
+    def close(self) -> None:
+        "End the engine's processes, which gives back the memory of the GPU."
+        with suppress(Exception):  # no answer depends on it, and the agent ends what is left
+            self._engine.engine_core.shutdown()
 
 # %% ../../nbs/generation/05_vllm_engine.ipynb #b6310336
 # the only values vLLM accepts for max_lora_rank: vllm.config.lora.MaxLoRARanks

@@ -10,6 +10,7 @@ from .outputs import keep_outputs
 from .restarts import Attempts
 from ..run.config import RunConfig
 from ..run.environment import outputs_folder
+from ..run.descendants import end_descendants, guarded
 from ..run.failures import failure_of
 from ..run.payload import remove_packed
 from multigpu_ft.run.processes import (
@@ -24,7 +25,6 @@ from multigpu_ft.run.processes import (
     is_stopped,
     read_heartbeat,
     read_error,
-    watch_parent,
 )
 from multigpu_ft.run.run_dir import (
     FAILURE_FILE,
@@ -51,8 +51,8 @@ if __name__ == "__main__":
     # first, because the kernel or the supervisor may die in the seconds that importing torch takes
     if NODE_VARIABLE in os.environ:
         end_with(json.loads(os.environ[NODE_VARIABLE])["supervisor"])
-    elif _launcher:
-        watch_parent(_launcher, _ORPHAN_GRACE_S, lambda: remove_packed(RunDir(sys.argv[1])))
+        _launcher = None
+    guarded(_launcher, _ORPHAN_GRACE_S, lambda: remove_packed(RunDir(sys.argv[1])))
     gc.disable()  # until everything is imported
 
 # %% ../../nbs/launcher/05_agent.ipynb #6373800c
@@ -433,6 +433,15 @@ def _call(run_dir: RunDir) -> int:
     return 1 if failure else 0
 
 # %% ../../nbs/launcher/05_agent.ipynb #ffeaa215
+@contextmanager
+def _nothing_left() -> Iterator[None]:
+    "End what the ranks have started, before their failure is looked into or they start again."
+    try:
+        yield
+    finally:
+        end_descendants()
+
+
 def _launch(
     run_dir: RunDir,
     module: str,
@@ -471,7 +480,7 @@ def _launch(
     watchdog = Watchdog(node_dir, nproc, timeout_s, first=endpoint.node_rank * nproc)
     watchdog.start()
     try:
-        with _private_store() if endpoint.private else nullcontext():
+        with _private_store() if endpoint.private else nullcontext(), _nothing_left():
             elastic_launch(config, sys.executable)("-u", "-m", module, str(run_dir.path))
     except ChildFailedError as error:
         codes, pids = (

@@ -24,12 +24,14 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ..run.answering import end_answering
+from ..run.descendants import kill_with_descendants
 from ..run.environment import visible_gpus
 from ..run.errors import ConfigError, briefly
 from ..run.failures import RunFailed, end_of_log, ending, failure_of
@@ -138,6 +140,7 @@ def _last_state(line: bytes) -> str:
 
 # %% ../../nbs/launcher/02_functions.ipynb #13a8ea22
 _INTERRUPT_GRACE_S, _LOOK_EVERY_S = 3.0, 0.1
+_RANK = "multigpu_ft.launcher.functions"
 
 
 def call(
@@ -177,7 +180,7 @@ def call(
         return _outcome(run_dir, agent)
     finally:
         if agent and agent.poll() is None:
-            agent.kill()  # its ranks end with it
+            kill_with_descendants(psutil.Process(agent.pid))
             agent.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -202,11 +205,10 @@ def _show(text: str) -> None:
 
 
 def _interrupt(agent: subprocess.Popen) -> None:
-    for process in psutil.Process(agent.pid).children() if agent.poll() is None else []:
-        try:
-            process.send_signal(signal.SIGINT)
-        except psutil.NoSuchProcess:
-            pass
+    for process in psutil.Process(agent.pid).children(True) if agent.poll() is None else []:
+        with suppress(psutil.NoSuchProcess):
+            if _RANK in process.cmdline():
+                process.send_signal(signal.SIGINT)
     deadline = time.monotonic() + _INTERRUPT_GRACE_S
     while agent.poll() is None and time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)

@@ -11,11 +11,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from ..checkpoints.discovery import asked_name
 from multigpu_ft.display.panel import (
@@ -39,6 +36,7 @@ from .outputs import copy_to_kept
 from .restarts import attempt_of
 from ..run.answering import Answer, Answering
 from ..run.config import RunConfig
+from ..run.descendants import kill_with_descendants
 from ..run.errors import ConfigError, briefly, printable
 from ..run.experiment import last_row
 from ..run.failures import end_of_log, ending, failure_of, find_log, tail
@@ -117,10 +115,7 @@ class _Processes:
                 "run.stop() reaches it from here."
             )
         with self.lock:
-            for process in processes_of(run_dir):
-                # ranks end with their agent, maybe already
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            kill_with_descendants(*processes_of(run_dir))
             if self._agent:
                 self._agent.wait()
             if run_dir.status()["state"] in LIVE_STATES:

@@ -24,6 +24,8 @@ from importlib.metadata import version
 from reprlib import repr as shortened
 from typing import Any
 
+import psutil
+
 import multigpu_ft
 from .admission import Door, introduce, shared_secret
 from multigpu_ft.launcher.rendezvous import (
@@ -37,6 +39,7 @@ from multigpu_ft.launcher.rendezvous import (
 )
 from .restarts import Attempts, cause
 from ..run.config import RunConfig
+from ..run.descendants import kill_with_descendants
 from ..run.errors import ConfigError, NodesError
 from ..run.processes import NODE_VARIABLE, watch_parent
 from multigpu_ft.run.run_dir import (
@@ -103,7 +106,8 @@ class _Agent:
 
     def kill(self) -> dict[str, Any]:
         "Kill it. Returns the message about its end: that of its ranks if they had failed before."
-        self._process.kill()
+        if self._process.poll() is None:
+            kill_with_descendants(psutil.Process(self._process.pid))
         self._process.wait()
         with suppress(FileNotFoundError):
             return {"failure": json.loads((self._node_dir.path / FAILURE_FILE).read_text())}

@@ -76,7 +76,8 @@ class Trial:
         "Run `cell` without waiting. Returns `after_s` seconds after its ranks (or its agent) have started."
         self.cell = self.kernel.start(cell)
         end = time.monotonic() + 60
-        while len(marked(self.mark, self.own)) < (3 if ranks else 1):
+        # the agent has a guard
+        while len(marked(self.mark, self.own)) < (4 if ranks else 1):
             assert time.monotonic() < end, "no ranks within 60 s"
             time.sleep(0.05)
         time.sleep(after_s)

@@ -116,7 +116,7 @@ def test_kernel_is_killed(kernel, run_root):
 def test_kernel_is_killed_while_ranks_import(kernel, run_root):
     k = kernel()
     k.start(IMPORTS + f"run = launch(RunConfig(run_root={str(run_root)!r}))")
-    until(lambda: len(processes(run_root)) == 3, 30, "agent and two ranks")
+    until(lambda: len(processes(run_root)) == 4, 30, "agent with its guard, and two ranks")
     os.kill(k.pid, signal.SIGKILL)
     until(lambda: not processes(run_root), 5, "agent and ranks gone after the kernel")
 
