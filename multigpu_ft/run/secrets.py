@@ -31,16 +31,17 @@ _SHAPES = {
     "Groq": r"gsk_[A-Za-z0-9]{20,}",
     "NVIDIA": r"nvapi-[\w-]{20,}",
     "Replicate": r"r8_[A-Za-z0-9]{20,}",
-    "Perplexity or xAI": r"pplx-[A-Za-z0-9]{32,}|xai-[A-Za-z0-9]{32,}",
+    "Perplexity, Together or xAI": r"pplx-\w{20,}|tgp_v1_[\w-]{20,}|xai-\w{20,}",
     "LangSmith": r"lsv2_[a-z]{2}_[0-9a-f]{32}",
     "Databricks": r"dapi[0-9a-f]{32}",
     "GitHub": r"gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}",
-    "GitLab": r"gl(?:pat|dt|ft|ffct|soat|rt|cbt|ptt|imt|agent|oas)-[\w.-]{20,}|GR1348941[\w-]{20,}",
+    "GitLab": r"gl(?:pat|dt|ft|ffct|soat|rt|cbt|ptt|imt|agent|oas|sct|wt)-[\w.-]{20,}|GR1348941[\w-]{20,}",
     "Slack": r"xox[a-z](?:\.xox[bp])?-[\w-]{10,}|xapp-\d-[\w-]{10,}",
     "AWS": r"(?:A3T[A-Z0-9]|AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}",
     "Google": r"AIza[\w-]{35}|ya29\.[\w.-]{20,}|GOCSPX-[\w-]{20,}|1//0[\w-]{40,}",
     "Azure": r"(?:AccountKey|SharedAccessKey)=[\w+/=]{40,}",
     "DigitalOcean": r"do[opr]_v1_[0-9a-f]{64}",
+    "Docker": r"dckr_(?:pat|oat)_[\w-]{20,}",
     "PyPI or npm": r"pypi-[\w-]{50,}|npm_[A-Za-z0-9]{36}",
     "Stripe": r"[rs]k_(?:live|prod|test)_[A-Za-z0-9]{10,}",
     "SendGrid": r"SG\.[\w-]{16,}\.[\w-]{16,}",
@@ -49,10 +50,12 @@ _SHAPES = {
 }
 # a part of an address; what comes before the secret, and a group with that, stay
 _ADDRESSES = {
-    "user and password in an address": r"""(://)[^\s/?#@:"<>{}]{0,256}:(?!\*\*\*@)[^\s/?#"<>{}]{0,1000}(?=@)""",
+    "user and password in an address": r"""(://)[^\s/?#@:"<>{}]{0,256}:[^\s/?#"<>{}]{0,1000}(?=@)""",
     "token in an address": r"(https?://)[A-Za-z0-9_.~-]{20,255}(?=@)",
-    "signature in an address": r"(?i:(x-(?:amz|goog|oss)-(?:signature|security-token)(?:=|%3D)))[\w%+/=.-]{8,}"
-    r"|(?i:([?&;](?:sig|signature|(?:access_|auth_)?token|api_?key|password|secret)=))[\w%+/=.~-]{8,}",
+    "signature in an address": r"(?i:(x-(?:amz|goog|oss)-(?:signature|credential|security-token)"
+    r"(?:=|%3D)))[\w%+/=.-]{8,}"
+    r"|(?i:((?:[?&;]|\\u0026)(?:sig|signature|(?:access_|auth_)?token|api_?key|password|secret)=))"
+    r"[\w%+/=.~-]{8,}",
     "web hook": r"(hooks\.slack\.com/(?:services|workflows|triggers)/)[\w/+-]{16,}"
     r"|(discord(?:app)?\.com/api/webhooks/)[\w/-]{16,}"
     r"|(\.webhook\.office\.com/)[\w/@-]{16,}",
@@ -61,6 +64,8 @@ _ADDRESSES = {
 _KEY_FILE = r"-----BEGIN[A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,10}-----"
 
 # %% ../../nbs/run/03_secrets.ipynb #e78526c4
+# no letter, unless it is that of a line feed in JSON or of an escaped character in an address
+_BEFORE = r"(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2})"
 _END_OF_FILE = r"(?:(?!-----)[\s\S]){0,20000}(?:-----END[A-Z0-9 ]{0,40}-----)?"
 
 
@@ -68,7 +73,7 @@ _END_OF_FILE = r"(?:(?!-----)[\s\S]){0,20000}(?:-----END[A-Z0-9 ]{0,40}-----)?"
 def _token() -> re.Pattern[str]:
     "Return what matches a token or a private key, to be hidden as a whole."
     shapes = "|".join(_SHAPES.values())
-    return re.compile(f"(?<![A-Za-z0-9])(?:{shapes})|{_KEY_FILE}{_END_OF_FILE}")
+    return re.compile(f"(?:{_BEFORE})(?:{shapes})|{_KEY_FILE}{_END_OF_FILE}")
 
 
 @cache
