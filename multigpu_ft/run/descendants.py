@@ -44,7 +44,7 @@ def _descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 # %% ../../nbs/run/14_descendants.ipynb #f59d1b8b
-_ALONE_S, _ASKED_S, _TRACKERS_S = 1.0, 0.5, 0.5
+_ALONE_S, _ASKED_S, _TRACKERS_S = 1.0, 0.5, 1.0
 # a process that waits for a broken device can't be killed, and the run must not wait for it
 _HOPELESS_S = 10.0
 _ending = threading.Lock()
@@ -55,24 +55,40 @@ def end_descendants(at_once: bool = False) -> None:
 
     Unless `at_once`, processes have a moment to end by themselves, and another after SIGTERM."""
     with _ending:
-        alone, asked = (0.0, 0.0) if at_once else (_ALONE_S, _ALONE_S + _ASKED_S)
-        begun, terminated = time.monotonic(), set()
+        ending = _Ending(at_once)
         while left := _descendants():
-            waited = time.monotonic() - begun
-            if waited >= _HOPELESS_S:
-                print(f"left, and can't be killed: {[p.pid for p in left]}", flush=True)
+            if ending.is_hopeless():
+                print(f"can't be killed: {', '.join(map(str, left))}", flush=True)
                 return
-            if waited >= asked:
-                _kill(left, trackers=waited >= asked + _TRACKERS_S)
-            elif waited >= alone:
-                _send(signal.SIGTERM, [p for p in left if p.pid not in terminated])
-                terminated |= {process.pid for process in left}
+            ending.go_on(left)
             time.sleep(0.02)
 
 
-def _kill(processes: list[psutil.Process], trackers: bool) -> None:
-    "Kill `processes`; with `trackers` also resource trackers."
-    _send(signal.SIGKILL, [p for p in processes if trackers or not _is_tracker(p)])
+class _Ending:
+    "How far the end of a process's descendants is."
+
+    def __init__(self, at_once: bool) -> None:
+        self._begun = time.monotonic()
+        self._alone_s, self._asked_s = (0.0, 0.0) if at_once else (_ALONE_S, _ASKED_S)
+        self._asked: set[int] = set()
+        self._only_trackers_since: float | None = None
+
+    def is_hopeless(self) -> bool:
+        return time.monotonic() - self._begun > _HOPELESS_S
+
+    def go_on(self, left: list[psutil.Process]) -> None:
+        "Ask or kill what is `left`, if it is time."
+        now = time.monotonic()
+        others = [process for process in left if not _is_tracker(process)]
+        if not others:
+            self._only_trackers_since = self._only_trackers_since or now
+            if now - self._only_trackers_since > _TRACKERS_S:
+                _send(signal.SIGKILL, left)
+        elif now - self._begun >= self._alone_s + self._asked_s:
+            _send(signal.SIGKILL, others)
+        elif now - self._begun >= self._alone_s:
+            _send(signal.SIGTERM, [p for p in others if p.pid not in self._asked])
+            self._asked |= {process.pid for process in others}
 
 
 def _send(number: signal.Signals, processes: list[psutil.Process]) -> None:

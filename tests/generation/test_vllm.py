@@ -1,9 +1,11 @@
 """Real vLLM, in an environment that has it: `make test-vllm`."""
 
+import contextlib
 import importlib.util
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
 
 import psutil
 import pytest
@@ -44,11 +46,18 @@ def engines(leftovers):
     "Return the names of vLLM's processes among what is left."
     names = []
     for process in leftovers.now():
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             names += [word for word in process.cmdline()[:1] if word.startswith("VLLM::")]
-        except psutil.NoSuchProcess:
-            pass
     return names
+
+
+def shared_memory(leftovers):
+    "Return the files of shared memory that are in use by what is left."
+    found = set()
+    for process in leftovers.now():
+        with contextlib.suppress(psutil.Error):
+            found |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+    return {Path(path) for path in found if Path(path).exists()}
 
 
 @pytest.mark.timeout(600)
@@ -67,5 +76,7 @@ def test_no_engine_is_left(way, kernel, models, environment, run_root):
         )
         run_dir = at_work(run_root, 400)
         assert "VLLM::EngineCore" in (names := engines(leftovers))
+        segments = shared_memory(leftovers)
         end(way, k, run_dir)
         print(f"{names}, {way}: gone {seconds_until_gone(leftovers):.2f} s later")
+        assert segments and not [path for path in segments if path.exists()]

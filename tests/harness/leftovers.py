@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import time
 
 import psutil
@@ -48,6 +49,12 @@ def stand_ins(folder):
     return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
+def _adopt(orphans):
+    "Have orphans become children of this process, or of process 1 again. Does nothing except on Linux."
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0)
+
+
 class Leftovers:
     """The processes that descend from this one, started since `with` began, except those it was told to `ignore`.
 
@@ -55,7 +62,7 @@ class Leftovers:
 
     def __enter__(self):
         self._known = {p.pid for p in psutil.Process().children(recursive=True)}
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _adopt(True)
         return self
 
     def ignore(self, pid):
@@ -70,7 +77,7 @@ class Leftovers:
         return found
 
     def __exit__(self, *_):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        _adopt(False)
         while left := self.now():
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -92,8 +99,10 @@ def end(way, kernel, run_dir):
         kernel.manager.interrupt_kernel()
     elif way != "done":
         pids = _status(run_dir)["pids"]
-        pids = {"kernel": kernel.pid, "agent": pids["agent"], "rank": pids["ranks"][-1]}
-        return os.kill(pids[way.split()[0]], signal.SIGKILL)
+        victims = {"kernel": kernel.pid, "agent": pids["agent"], "rank": pids["ranks"][-1]}
+        if way == "guarded agent SIGKILL":
+            victims["guarded"] = psutil.Process(pids["agent"]).children()[0].pid
+        return os.kill(victims[way.split()[0]], signal.SIGKILL)
     state = until(lambda: (s := _status(run_dir)["state"]) in FINAL_STATES and s, 120, "the end")
     assert state == ("done" if way == "done" else "stopped")
 

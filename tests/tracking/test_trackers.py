@@ -12,11 +12,12 @@ import time
 import psutil
 import pytest
 from harness import faults
+from harness.leftovers import Leftovers
 from harness.runs import BIN, REPO, until
 from harness.wandb_server import KEY, SilentServer, WandbServer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from multigpu_ft import ConfigError, RunConfig
+from multigpu_ft import ConfigError, RunConfig, launch
 from multigpu_ft.launcher.api import for_this_machine
 from multigpu_ft.launcher.outputs import keep_outputs
 from multigpu_ft.run.run_dir import RunDir
@@ -346,6 +347,21 @@ def test_online_curves_survive_slices_and_the_death_of_wandb(material, server, r
         assert_same_scalars(wandb.history(line), records)
         assert sync(second, wandb) == []
         assert not cores()
+    finally:
+        wandb.close()
+
+
+def test_the_agent_ends_no_upload(material, run_root, monkeypatch):
+    "What a rank has started is ended after the rank, which has waited for W&B's service."
+    wandb = WandbServer()
+    try:
+        for name, value in wandb.environment.items():
+            monkeypatch.setenv(name, value)
+        with Leftovers() as leftovers:
+            run = launch(faults.config(material, run_root, tracker="wandb", num_epochs=1, nproc=1))
+            assert not leftovers.now()
+        assert not run.status.get("remarks"), run.status["remarks"]
+        assert_same_scalars(wandb.history(run.status["line"]), run.metrics)
     finally:
         wandb.close()
 
