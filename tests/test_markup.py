@@ -288,11 +288,14 @@ def test_tables_escape_all_but_html():
 # -- evaluations ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["text", "chat", "classification"])
+@pytest.mark.parametrize("kind", ["text", "not finite", "chat", "classification"])
 def test_evaluations_show_texts_as_text(tmp_path, kind):
     count, names = 40, [f"base {MARKER}", MARKER]
     truth = np.arange(count) % 2
     labels = (truth, {name: truth for name in names}) if kind == "classification" else ()
+    losses = {name: np.linspace(1 + i, 3, count) for i, name in enumerate(names)}
+    if kind == "not finite":
+        losses[names[1]][3] = np.nan
     scored = Scores(
         MARKER,
         0,
@@ -300,11 +303,11 @@ def test_evaluations_show_texts_as_text(tmp_path, kind):
         np.arange(count),
         np.full(count, 9),
         np.full(count, 8 if kind != "classification" else 1),
-        {name: np.linspace(1 + i, 3, count) for i, name in enumerate(names)},
+        losses,
         *labels,
     )
     measured = Measured(
-        {"text": "causal-lm", "chat": "chat", "classification": "classification"}[kind],
+        kind if kind in ("chat", "classification") else "causal-lm",
         [{"name": name, "trained": []} for name in names],
         scored,
         scored if kind == "text" else None,
