@@ -1500,7 +1500,7 @@ def deepspeed(rng, folder):
 class _Silent:
     "A peer without anything at its other end."
 
-    heard, there = 0.0, "10.0.0.9"
+    heard, there, node_rank = 0.0, "10.0.0.9", 1
 
     def __init__(self):
         self.said = []
@@ -1510,6 +1510,8 @@ class _Silent:
 
     def close(self):
         pass
+
+    part = close
 
 
 @surface
@@ -1553,7 +1555,7 @@ def supervisor(rng, folder):
     members = supervisor_module._Members(run_dir, cfg)
     stranger = _Silent()
     for said in heard[:-1]:
-        members.inbox.put((stranger, said))
+        members._inbox.put((stranger, said))
     with (
         contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")),
         mock.patch.object(supervisor_module, "_versions", lambda: join["versions"]),
