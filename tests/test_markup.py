@@ -424,7 +424,7 @@ def test_estimates_are_shown_as_text(monkeypatch):
 def test_deployments_are_shown_as_text(monkeypatch):
     monkeypatch.setattr(kubernetes, "_facts", lambda *arguments: [(MARKER, MARKER)])
     namespace = {"kind": "Namespace", "metadata": {"name": MARKER}}
-    manifests = kubernetes.Manifests(MARKER, [namespace, {**namespace, "kind": MARKER}])
+    manifests = kubernetes.Manifests(MARKER, [namespace, {**namespace, "kind": MARKER}], MARKER)
     manifests.remarks = [MARKER]
     monkeypatch.setattr(kubernetes.Manifests, "pod", {})
     assert Page(manifests._repr_html_()).text.count(MARKER) == 6

@@ -60,7 +60,7 @@ def end_descendants(at_once: bool = False) -> None:
             if ending.is_hopeless():
                 print(f"can't be killed: {', '.join(map(str, left))}", flush=True)
                 return
-            ending.go_on(left)
+            ending.proceed(left)
             time.sleep(0.02)
 
 
@@ -76,7 +76,7 @@ class _Ending:
     def is_hopeless(self) -> bool:
         return time.monotonic() - self._begun > _HOPELESS_S
 
-    def go_on(self, left: list[psutil.Process]) -> None:
+    def proceed(self, left: list[psutil.Process]) -> None:
         "Ask or kill what is `left`, if it is time."
         now = time.monotonic()
         others = [process for process in left if not _is_tracker(process)]
@@ -109,7 +109,7 @@ _PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
 def guarded(parent: int | None, grace_s: float, leaving: Callable[[], None] | None = None) -> None:
-    """Go on in a child of this process, which stays as its guard.
+    """Continue in a child of this process, which stays as its guard.
 
     If `parent` is given and dies, the guard calls `leaving`, sends the child SIGTERM, and kills it
     `grace_s` seconds later. Call it in a process with one thread. Without subreapers there is no guard, and

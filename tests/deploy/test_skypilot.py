@@ -76,7 +76,7 @@ def test_skypilot_reads_a_task_of_two_nodes_and_finds_a_machine(tmp_path):
         "recover_on_exit_codes": [75],
     }
     assert (
-        read["secrets"] == ["HF_TOKEN", "WANDB_API_KEY", "RUN_SECRET"]
+        read["secrets"] == ["HF_TOKEN", "RUN_SECRET", "WANDB_API_KEY"]
         and read["volumes"] == {"/runs": "ft"}
         and read["launch"]["entrypoint"] == ["task.yaml"]
     )

@@ -146,7 +146,7 @@ def test_a_cache_in_the_temporary_folder_is_no_other_users(tmp_path, monkeypatch
     monkeypatch.setattr(sources.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(sources.os, "access", lambda path, kind: False)
     made = sources.cache_dir()
-    taken = made.parents[1]
+    taken = made.parent
     assert taken.parent == tmp_path and mode(taken) == 0o700 and sources.cache_dir() == made
     taken.rename(tmp_path / "elsewhere")
     taken.symlink_to(tmp_path / "elsewhere")
