@@ -427,7 +427,7 @@ def test_deployments_are_shown_as_text(monkeypatch):
     manifests = kubernetes.Manifests(MARKER, [namespace, {**namespace, "kind": MARKER}], MARKER)
     manifests.remarks = [MARKER]
     monkeypatch.setattr(kubernetes.Manifests, "pod", {})
-    assert Page(manifests._repr_html_()).text.count(MARKER) == 6
+    assert Page(manifests._repr_html_()).text.count(MARKER) == 8
     places = {"use_spot": True, "accelerators": MARKER}
     task = SkyPilotTask(
         RunConfig(), {"name": MARKER, "num_nodes": 1, "resources": places}, [MARKER]
