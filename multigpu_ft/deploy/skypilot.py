@@ -170,7 +170,8 @@ class SkyPilotTask:
 
         Returns the path of `task.yaml`. Launch it from the folder: `cd folder && sky jobs launch
         task.yaml`, with `--secret NAME` for each of its secrets; for several nodes,
-        `RUN_SECRET=$(openssl rand -hex 32)` is one of them. Raises `ConfigError` if `folder` has other files."""
+        `RUN_SECRET=$(openssl rand -hex 32)` is one of them. Raises `ConfigError` if `folder` has
+        other files."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / "task.yaml").exists():
@@ -285,7 +286,7 @@ def _task(
         **({"secrets": dict.fromkeys(secrets)} if secrets else {}),
         **mounts,
         "setup": _SETUP,
-        "run": command,
+        "run": f"{_TAKE_RUN_SECRET}{command}" if RUN_SECRET in secrets else command,
     }
 
 
@@ -380,8 +381,6 @@ def deploy_skypilot(
     }
     wanted = _wanted_secrets(cfg, secrets)
     command = _BUCKET_OF_NODE_0 if anywhere and num_nodes > 1 else _RUN
-    if RUN_SECRET in wanted:
-        command = _TAKE_RUN_SECRET + command
     task = _task(cfg, num_nodes, resources, wanted, mounts, command)
     made = SkyPilotTask(cfg, task, _remarks(cfg, spot, recover, storage))
     if out:

@@ -95,7 +95,7 @@ def introduce(connection: socket.socket, secret: bytes, node_rank: int) -> None:
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:
-    "Return the next message, reading nothing behind it; empty if it is none."
+    "Return the next message and read no further; an empty one if it isn't JSON."
     line = b""
     while not line.endswith(b"\n") and len(line) < _LONGEST:
         byte = connection.recv(1)
@@ -156,7 +156,10 @@ class Door(threading.Thread):
             self._selector.register(self._listener, selectors.EVENT_READ)
             while not self._closed.is_set():
                 for key, _ in self._selector.select(timeout=0.2):
-                    self._accept() if key.data is None else self._hear(key.data)
+                    if key.data:
+                        self._hear(key.data)
+                    else:
+                        self._accept()
                 while self._strangers and self._strangers[0].until < time.monotonic():
                     self._drop(self._strangers[0])
             for stranger in [*self._strangers]:
@@ -207,7 +210,10 @@ class Door(threading.Thread):
         stranger.said += heard
         if heard and b"\n" not in stranger.said and len(stranger.said) < _LONGEST:
             return
-        self._judge(stranger) if heard else self._drop(stranger)
+        if heard:
+            self._judge(stranger)
+        else:
+            self._drop(stranger)
 
     def _judge(self, stranger: _Stranger) -> None:
         "Admit or refuse `stranger` after its first message."
@@ -236,4 +242,6 @@ class Door(threading.Thread):
         self._refused += 1
         if self._refused <= _SHOWN:
             more = "; further ones are not shown" if self._refused == _SHOWN else ""
-            print(f"refused {stranger.address}, which has not the run's secret{more}", flush=True)
+            print(
+                f"refused {stranger.address}, which doesn't have the run's secret{more}", flush=True
+            )

@@ -245,6 +245,16 @@ def head_modules(model: nn.Module) -> list[str]:
     ]
 
 # %% ../../nbs/models/02_loading.ipynb #43d2812a
+def _quantized_builtin(cfg: RunConfig, settings: dict[str, Any]) -> nn.Module:
+    "Return the built-in model, saved and loaded with `settings`: bitsandbytes quantizes only in loading."
+    with tempfile.TemporaryDirectory() as folder:
+        settings["config"].save_pretrained(folder)
+        model = model_class(cfg).from_config(settings["config"], trust_remote_code=False)
+        # save_pretrained would only save on rank 0
+        save_model(model, f"{folder}/model.safetensors", {"format": "pt"})
+        return model_class(cfg).from_pretrained(folder, trust_remote_code=False, **settings)
+
+
 def load_model(
     cfg: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -283,16 +293,7 @@ def load_model(
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     try:
         if cfg.model == BUILTIN_MODEL:
-            with tempfile.TemporaryDirectory() as folder:  # bitsandbytes quantizes only in loading
-                shell.config.save_pretrained(folder)
-                model = model_class(cfg).from_config(shell.config, trust_remote_code=False)
-                # save_pretrained would only save on rank 0
-                save_model(model, f"{folder}/model.safetensors", {"format": "pt"})
-                return (
-                    model_class(cfg)
-                    .from_pretrained(folder, trust_remote_code=False, **settings)
-                    .train()
-                )
+            return _quantized_builtin(cfg, settings).train()
         model = model_class(cfg).from_pretrained(
             cfg.model, revision=cfg.revision, trust_remote_code=False, **settings
         )

@@ -112,8 +112,8 @@ def guarded(parent: int | None, grace_s: float, leaving: Callable[[], None] | No
     """Continue in a child of this process, which stays as its guard.
 
     If `parent` is given and dies, the guard calls `leaving`, sends the child SIGTERM, and kills it
-    `grace_s` seconds later. Call it in a process with one thread. Without subreapers there is no guard, and
-    this process watches `parent` itself."""
+    `grace_s` seconds later. Call it in a process with one thread. Without subreapers there is no
+    guard, and this process watches `parent` itself."""
     if not adopt_orphans():
         if parent:
             watch_parent(parent, grace_s, leaving)
