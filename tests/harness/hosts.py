@@ -189,6 +189,8 @@ class Hosts:
         )
         container = template["spec"]["containers"][0]
         mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        # /var/run is an absolute link in many systems, and would lead out of the root made below
+        secrets_dir = os.path.realpath(mounted["secrets"])
         command = [
             word.replace("$(JOB_COMPLETION_INDEX)", str(host)) for word in container["command"]
         ]
@@ -201,7 +203,7 @@ class Hosts:
             "mount -t tmpfs tmpfs /mnt; mkdir /mnt/upper /mnt/work /mnt/root; "
             "mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work "
             "/mnt/root; cd /mnt/root; mkdir -p config shared home/multigpu-ft; "
-            f"mkdir -p ./{mounted['secrets']}; mount --bind {secrets} ./{mounted['secrets']}; "
+            f"mkdir -p .{secrets_dir}; mount --bind {secrets} .{secrets_dir}; "
             f"mount -t tmpfs tmpfs tmp; {binds} "  # the order matters: the checkout may be in /tmp
             f"mount --bind {config} config; mount -o remount,bind,ro config; "
             f"mount --bind {shared} shared; mount -t tmpfs tmpfs home/multigpu-ft; "
