@@ -225,22 +225,25 @@ def run_fault(name, folder, material, calm):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", choices=FAULTS, action="append")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    found = {}
+    names = asked.only or list(FAULTS)
+    found = {name: {"outcomes": [], "seconds": []} for name in names}
     with tempfile.TemporaryDirectory() as shared:
         material = faults.make_material(Path(shared))
         server = faults.Server(material / "model")
         calm = Calm(shared, material, server)
-        for name in asked.only or FAULTS:
+        for name in names * asked.rounds:
             with tempfile.TemporaryDirectory() as folder:
                 what, seconds = run_fault(name, folder, material, calm)
-            found[name] = {"outcome": what, "seconds": round(seconds, 1)}
+            found[name]["outcomes"].append(what)
+            found[name]["seconds"].append(round(seconds, 1))
             print(f"{name:40} exact, nothing left after {seconds:5.1f} s; {what}", flush=True)
+            if asked.json:
+                asked.json.write_text(json.dumps(found, indent=1) + "\n")
         server.close()
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
