@@ -145,6 +145,7 @@ class Door(threading.Thread):
         self._strangers: list[_Stranger] = []  # the oldest first
         self._closed = threading.Event()
         self._refused = 0
+        self.last_refused: str | None = None  # its address
 
     def close(self) -> None:
         self._closed.set()
@@ -240,6 +241,7 @@ class Door(threading.Thread):
         self._say(stranger, refused=_REFUSAL, again=False)
         self._drop(stranger)
         self._refused += 1
+        self.last_refused = stranger.address
         if self._refused <= _SHOWN:
             more = "; further ones are not shown" if self._refused == _SHOWN else ""
             print(

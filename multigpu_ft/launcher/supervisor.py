@@ -419,6 +419,8 @@ class Leader:
             "Start the same command there with its own --node-rank, "
             f"and see that it reaches {self._rdzv} from there."
         )
+        if stranger := self._door.last_refused:
+            text += f" {stranger} called, but was refused: it has another run secret, or none."
         failure = {"rank": None, "exitcode": None, "type": "NodesError", "text": text}
         return {**failure, "clear": True}
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -89,7 +90,8 @@ class Node0:
         assert self.process.poll() is None, self.log.read_text()
 
     def end(self):
-        self.process.kill()
+        with suppress(psutil.NoSuchProcess):
+            self.process.kill()
         self.process.wait()
 
 
@@ -160,6 +162,24 @@ def test_a_node_with_another_secret_is_told_so(node0, tmp_path, monkeypatch):
         supervisor.Follower(node_dir, 1, rdzv).run()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     node0.assert_deaf_to_nobody()
+
+
+def test_node_0_names_who_was_refused_when_nobody_joined(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    make_run_secret()
+    node0 = Node0(tmp_path, join_timeout_s=5)
+    try:
+        with node0.connect(source="127.0.0.7") as connection:
+            with pytest.raises(NodesError, match="don't have the same run secret"):
+                introduce(connection, b"another" * 10, 1)
+        assert node0.process.wait(timeout=60) == 1
+    finally:
+        node0.end()
+    failure = node0.run_dir.status()["failure"]["text"]
+    assert failure.startswith("node 1 of 2 did not join within join_timeout_s=5 s"), failure
+    assert failure.endswith(
+        "127.0.0.7 called, but was refused: it has another run secret, or none."
+    ), failure
 
 
 def test_what_a_node_said_opens_nothing_a_second_time(node0):
