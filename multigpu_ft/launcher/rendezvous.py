@@ -166,6 +166,7 @@ class Message(_Said):
     join: _Join | None = None
     ended: _End | None = None
     stop: _text(300) | None = None
+    heard: bool = False
     # of node 0
     refused: _text(20_000) | None = None
     again: bool = False

@@ -259,6 +259,11 @@ class _NodeEnds:
         return len(self._ends) >= self._nnodes
 
     @property
+    def finished(self) -> set[int]:
+        "Return the nodes whose ranks ended without a failure."
+        return {node for node, end in self._ends.items() if "interrupted" in end}
+
+    @property
     def failures(self) -> list[dict[str, Any]]:
         return [end["failure"] for end in self._ends.values() if end.get("failure")]
 
@@ -339,15 +344,23 @@ class _Attempt:
             self.ends.record(0, agent.kill())
 
 # %% ../../nbs/launcher/08_supervisor.ipynb #ed1668d4
-def _say_over(members: _Members, status: dict[str, Any]) -> None:
-    "Say how the run ended, until the nodes close their connections or a short time is over."
-    told, until = set(), time.monotonic() + _END_GRACE_S
+_CALLS_AGAIN_S = 30.0  # longer than a call takes that nobody answers
+
+
+def _say_over(members: _Members, status: dict[str, Any], finished: set[int]) -> None:
+    """Say how the run ended, until all nodes have heard it or a short time is over.
+
+    `finished`: nodes whose ranks have ended. They call again if they have lost their connection."""
+    told, heard, began = set(), set(), time.monotonic()
     over = {name: status.get(name) for name in ("state", "failure", "interrupted")}
-    while members.joined and time.monotonic() < until:
+    while waiting := (finished | {*members.joined}) - heard:
+        patience_s = _END_GRACE_S if waiting <= {*members.joined} else _CALLS_AGAIN_S
+        if time.monotonic() - began > patience_s:
+            return
         for peer in {*members.joined.values()} - told:
             peer.say(over=over)
             told.add(peer)
-        list(members.messages())
+        heard |= {node for node, message in members.messages() if "heard" in message}
 
 # %% ../../nbs/launcher/08_supervisor.ipynb #9f8c9c9c
 class Leader:
@@ -358,7 +371,7 @@ class Leader:
     def __init__(self, run_dir: RunDir, rdzv: str) -> None:
         self._run_dir, self._cfg, self._rdzv = run_dir, run_dir.config(), rdzv
         self._members = _Members(run_dir, self._cfg)
-        self._interrupted = False
+        self._interrupted, self._finished = False, set[int]()
         secret = shared_secret(self._cfg)
         self._listener = listen(rdzv, time.monotonic() + self._cfg.join_timeout_s)
         self._door = Door(self._listener, secret, self._members.admit)
@@ -377,7 +390,7 @@ class Leader:
             interrupted=self._interrupted or self._run_dir.was_interrupted()
         )
         status = self._run_dir.status()
-        _say_over(self._members, status)
+        _say_over(self._members, status, self._finished - {0})
         self._door.close()
         if failure:
             return 1
@@ -385,12 +398,13 @@ class Leader:
 
     def _attempt(self, cfg: RunConfig) -> dict[str, Any] | None:
         "Run the ranks once all nodes have joined. Returns their failure, or None."
+        self._finished = set()
         failure = self._gather()
         if failure or self._run_dir.status()["state"] == "stopped":
             return failure
         attempt = _Attempt(self._run_dir, cfg, self._members)
         failure = attempt.run(self._listener)
-        self._interrupted = attempt.ends.interrupted
+        self._interrupted, self._finished = attempt.ends.interrupted, attempt.ends.finished
         return failure
 
     def _gather(self) -> dict[str, Any] | None:
@@ -486,6 +500,7 @@ class _Session:
         self._agent: _Agent | None = None
         # whether node 0 knows how the ranks ended, and that a stop was requested
         self._told, self._asked = True, False
+        self.has_finished = False  # its ranks, without a failure
 
     def run(self) -> dict[str, Any]:
         """Do as node 0 says until the connection or the run ends. Then this node's ranks end.
@@ -522,6 +537,7 @@ class _Session:
             if "end" in message and not self._told:
                 self._tell(self._agent.kill())
             if "over" in message:
+                self._peer.say(heard=True)
                 return message["over"]
         if not self._told and (end := self._agent.ended()):
             self._tell(end)
@@ -536,7 +552,7 @@ class _Session:
 
     def _tell(self, end: dict[str, Any]) -> None:
         self._peer.say(ended=end)
-        self._told = True
+        self._told, self.has_finished = True, "interrupted" in end
 
 # %% ../../nbs/launcher/08_supervisor.ipynb #20d2f254
 class Follower:
@@ -565,7 +581,8 @@ class Follower:
         inbox: queue.Queue[tuple[Peer, dict[str, Any]]] = queue.Queue(INBOX_SIZE)
         patient_until = time.monotonic() + self._cfg.join_timeout_s
         while peer := _call(self._node_dir, self._cfg, self._node_rank, self._rdzv, inbox):
-            over = _Session(peer, inbox, self._node_dir, self._node_rank).run()
+            session = _Session(peer, inbox, self._node_dir, self._node_rank)
+            over = session.run()
             if "refused" in over:
                 self._check_refusal(over, patient_until)
                 time.sleep(RETRY_S)
@@ -573,7 +590,7 @@ class Follower:
             if "lost" not in over:
                 return over
             text = f"node 0 at {self._rdzv} was lost: {over['lost']}. Its machine or the network failed"
-            if not self._cfg.max_restarts:
+            if not self._cfg.max_restarts and not session.has_finished:
                 failure = {"rank": None, "exitcode": None, "node_rank": 0, "text": text}
                 return {"state": "failed", "failure": failure}
             print(f"{text}; waiting for it", flush=True)

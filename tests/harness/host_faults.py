@@ -104,6 +104,25 @@ def stopped_supervisor(trial, host):
     return f"{trial.restarts()} restarts"
 
 
+def stopped_at_the_end(trial):
+    """Node 0's supervisor gets no time while training ends.
+
+    Node 1 loses its connection to it meanwhile, but not the run."""
+    trial.start()
+    trial.reach(60)
+    (frozen,) = trial.processes_of(0, "multigpu_ft.launcher.supervisor")
+    frozen.send_signal(signal.SIGSTOP)
+    part = RunDir(trial.folder / "disk1" / "two").of_node(1)
+    end = time.monotonic() + 120
+    while "no answer" not in (part.status().get("activity") or ""):
+        assert time.monotonic() < end, trial.logs()
+        time.sleep(0.1)
+    assert trial.steps() == 120, "training ended meanwhile"
+    frozen.send_signal(signal.SIGCONT)
+    trial.end()
+    return f"{trial.restarts()} restarts"
+
+
 def node_0_killed(trial):
     "All processes of node 0 die, and its command is started again."
     trial.start()
@@ -181,6 +200,11 @@ FAULTS = {
     "cut from node 1 to node 0": (lambda t: one_way_cut(t, 0), {"relay": True}, {}),
     "supervisor of node 0 stopped for 90 s": (lambda t: stopped_supervisor(t, 0), {}, {}),
     "supervisor of node 1 stopped for 90 s": (lambda t: stopped_supervisor(t, 1), {}, {}),
+    "supervisor of node 0 stopped at the end": (
+        stopped_at_the_end,
+        {},
+        {"num_epochs": 10, "max_restarts": 0},
+    ),
     "node 0 killed and started again": (node_0_killed, {}, {}),
     "clock a year ahead": (year_off, {}, {}),
     "older version": (older_version, {}, {}),

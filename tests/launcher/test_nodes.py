@@ -254,6 +254,7 @@ def calm(server, material, tmp_path_factory):
     "fault",
     [
         "cut from node 0 to node 1",
+        "supervisor of node 0 stopped at the end",
         "node 0 killed and started again",
         "clock a year ahead",
         "older version",
