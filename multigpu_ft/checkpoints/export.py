@@ -32,7 +32,13 @@ from ..data.tokenization import Text
 from ..distributed.strategies import Single, evaluating
 from ..distributed.world import World, to_device
 from ..models.loading import load_model, model_class
-from ..models.lora import changes_nothing, merged_weights, whole, without_adapter
+from multigpu_ft.models.lora import (
+    changes_nothing,
+    merged_weights,
+    read_adapter,
+    whole,
+    without_adapter,
+)
 from ..models.loss import ClassifierLoss, LossModel
 from ..models.quantization import packed_layers, to_evaluation_mode
 from ..run.config import BUILTIN_MODEL, RunConfig
@@ -273,8 +279,14 @@ def _load_files(
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if (folder / "adapter_config.json").exists():
             return tokenizer, _load_adapter(folder, check, tokenizer, dtype, device)
-        kind = model_class(RunConfig(task=check["task"]))
-        return tokenizer, kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        # as any other model: its config.json may name a kernel on the Hub, which is code
+        cfg = RunConfig(
+            model=str(folder),
+            task=check["task"],
+            attn_implementation=check.get("attn_implementation", "sdpa"),
+            max_length=2,
+        )
+        return tokenizer, load_model(cfg, tokenizer, check.get("label_names"), dtype)
 
 
 def _load_adapter(
@@ -285,9 +297,9 @@ def _load_adapter(
     device: torch.device,
 ) -> nn.Module:
     "Return the adapter in `folder` on its base model."
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
 
-    described = PeftConfig.from_pretrained(str(folder))
+    described = read_adapter(folder)
     own = folder / _OWN_BASE  # the recorded path may belong to another machine
     cfg = RunConfig(
         model=str(own) if own.is_dir() else described.base_model_name_or_path,
@@ -298,7 +310,7 @@ def _load_adapter(
         seed=check.get("seed", 0),  # of what neither the base nor the adapter has: BERT's pooler
     )
     base = load_model(cfg, tokenizer, check["label_names"], dtype, check["quantization"], device)
-    return PeftModel.from_pretrained(base, str(folder))
+    return PeftModel.from_pretrained(base, str(folder), config=described)
 
 
 def read_check(folder: Path) -> dict[str, Any]:

@@ -144,11 +144,10 @@ def tokenize_labelled(
 # %% ../../nbs/data/04_tokenization.ipynb #20ddc4a8
 # some templates put today's date in, and a run resumed tomorrow would have other texts;
 # this is the default of Llama 3's
-_SETTINGS: dict[str, Any] = {
-    "date_string": "26 Jul 2024",
-    "strftime_now": datetime(2024, 7, 26).strftime,
-}
+_TODAY = datetime(2024, 7, 26)
+_SETTINGS = {"date_string": f"{_TODAY:%d %b %Y}"}
 _SECONDS, _MESSAGES = 10.0, 100  # so long for so many messages, and for fewer
+_MOST_SECONDS = 60.0
 _BYTES = 2**30
 _MORE_CHARACTERS, _TIMES = 1_000_000, 10
 
@@ -166,14 +165,22 @@ def _of_sensible_length(text: str, messages: list[dict[str, Any]]) -> str:
     return text
 
 
+def _fix_date(template: str) -> None:
+    "Have `template` print the same day always; transformers hands no function of ours to it."
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    _compile_jinja_template(template).globals["strftime_now"] = _TODAY.strftime
+
+
 def _render(messages: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> str:
+    _fix_date(tokenizer.get_chat_template())
     text = tokenizer.apply_chat_template(messages, tokenize=False, **_SETTINGS, **settings)
     return _of_sensible_length(text, messages)
 
 
 def _limited(render: Callable[[], Any], messages: list[dict[str, Any]], tokenizer: Any) -> Any:
     "Return `render()`, of `messages`. Raises `ConfigError` if the template exceeds its limits."
-    seconds = _SECONDS * max(1, len(messages) / _MESSAGES)
+    seconds = min(_SECONDS * max(1, len(messages) / _MESSAGES), _MOST_SECONDS)
     try:
         return bounded(render, seconds, _BYTES)
     except TimeoutError:
@@ -264,6 +271,7 @@ def _read_marked(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[i
     settings = {**tokenizer.special_tokens_map, **_SETTINGS}
 
     def render() -> tuple[str, list[tuple[int, int]]]:
+        _fix_date(tokenizer.get_chat_template())
         (text,), (spans,) = render_jinja_template(
             [told],
             chat_template=tokenizer.get_chat_template(),

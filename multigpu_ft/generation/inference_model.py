@@ -26,7 +26,7 @@ from ..distributed.weights import align
 from ..distributed.world import World, compute_dtype, free_bytes, to_device
 from .fine_tuned import FineTuned
 from ..models.loading import load_shell
-from ..models.lora import adapted_layers, add_adapter, changes_nothing
+from ..models.lora import adapted_layers, add_adapter, changes_nothing, read_adapter
 from ..models.loss import ClassifierLoss, LossModel
 from ..models.quantization import choose_quantization, frozen_bytes
 from ..run.config import RunConfig
@@ -38,9 +38,9 @@ def _put_on(fine_tuned: FineTuned, model: nn.Module, cfg: RunConfig) -> nn.Modul
     "Add an adapter of the same kind as that of `fine_tuned`; its weights are loaded later."
     if fine_tuned.is_checkpoint:
         return add_adapter(cfg, model)
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
-    adapter = PeftConfig.from_pretrained(str(fine_tuned.path))
+    adapter = read_adapter(fine_tuned.path)
     adapter.inference_mode = False
     return get_peft_model(model, adapter)
 

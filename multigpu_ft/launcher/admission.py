@@ -8,6 +8,7 @@ __all__ = ['PATIENCE_S', 'MAX_STRANGERS', 'shared_secret', 'introduce', 'Door']
 # %% ../../nbs/launcher/06_admission.ipynb #cc9093ac
 import hmac
 import json
+import re
 import secrets
 import selectors
 import socket
@@ -46,7 +47,8 @@ def shared_secret(cfg: RunConfig) -> bytes:
 
 # %% ../../nbs/launcher/06_admission.ipynb #f09cf0f2
 _PROTOCOL = "multigpu_ft run, version 1"
-_HEX = StringConstraints(pattern=r"^[0-9a-f]{64}$")
+_HEX = r"[0-9a-f]{64}"
+_Hex = Annotated[str, StringConstraints(pattern=rf"^{_HEX}$")]
 
 
 class _Strict(BaseModel):
@@ -57,8 +59,8 @@ class _Introduction(_Strict):
     "What a node says first."
 
     node_rank: int = Field(ge=1, lt=2**16)
-    nonce: Annotated[str, _HEX]
-    proof: Annotated[str, _HEX]
+    nonce: _Hex
+    proof: _Hex
 
 
 def _proof(secret: bytes, role: str, node_rank: int, leaders: str, followers: str) -> str:
@@ -79,25 +81,29 @@ def introduce(connection: socket.socket, secret: bytes, node_rank: int) -> None:
 
     Raises `NodesError` if node 0 refuses this machine, or can't prove that it has the secret
     itself; `OSError` if the connection breaks."""
-    connection.settimeout(2 * PATIENCE_S)
-    leaders = _read(connection).get("nonce")
-    if not isinstance(leaders, str) or len(leaders) != 64:
+    until = time.monotonic() + 2 * PATIENCE_S
+    leaders = _read(connection, until).get("nonce")
+    if not isinstance(leaders, str) or not re.fullmatch(_HEX, leaders):
         raise NodesError(
             "node 0 runs another version of multigpu_ft; install the same on all nodes."
         )
     nonce = secrets.token_hex(32)
     proof = _proof(secret, "follower", node_rank, leaders, nonce)
     connection.sendall(_line(node_rank=node_rank, nonce=nonce, proof=proof))
-    answer = _read(connection)
+    answer = _read(connection, until)
     expected = _proof(secret, "leader", node_rank, leaders, nonce)
-    if not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()):
+    proved = str(answer.get("proof")).encode(errors="replace")
+    if not hmac.compare_digest(proved, expected.encode()):
         raise NodesError(_REFUSAL)
 
 
-def _read(connection: socket.socket) -> dict[str, Any]:
-    "Return the next message and read no further; an empty one if it isn't JSON."
+def _read(connection: socket.socket, until: float) -> dict[str, Any]:
+    """Return the next message and read no further; an empty one if it isn't JSON.
+
+    Raises `TimeoutError` if it isn't whole when `time.monotonic()` is `until`."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _LONGEST:
+        connection.settimeout(max(until - time.monotonic(), 1e-3))
         byte = connection.recv(1)
         if not byte:
             # displaced by other strangers, or node 0 is about to end: worth another try

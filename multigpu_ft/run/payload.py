@@ -23,7 +23,7 @@ from .run_dir import RunDir
 from .secrets import looks_like_secret
 
 # %% ../../nbs/run/12_payload.ipynb #f3abd7e8
-_LONGEST = 100_000  # characters; a longer text is data, and searching all of it takes time
+_LONGEST = 10_000_000  # characters; a longer text is data, and searching all of it takes time
 _HEX = re.compile(r"[0-9a-f]{40}")
 _NAME_OF_A_KEY = re.compile(r"key|token|secret|pass|auth|cred|wandb", re.I)
 

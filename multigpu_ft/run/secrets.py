@@ -40,6 +40,12 @@ _SHAPES = {
     "AWS": r"(?:A3T[A-Z0-9]|AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}",
     "Google": r"AIza[\w-]{35}|ya29\.[\w.-]{20,}|GOCSPX-[\w-]{20,}|1//0[\w-]{40,}",
     "Azure": r"(?:AccountKey|SharedAccessKey)=[\w+/=]{40,}",
+    "RunPod, Fireworks or Cerebras": r"rpa_[A-Z0-9]{30,}|fw_[A-Za-z0-9]{20,}|csk-[a-z0-9]{40,}",
+    "Modal": r"a[ks]-(?=[A-Za-z]*\d)[A-Za-z0-9]{22}(?![\w-])",
+    "Pinecone or Tavily": r"pcsk_\w{30,}|tvly-[\w-]{20,}",
+    # {"api_address": in base64
+    "Neptune": r"eyJhcGlfYWRkcmVzcyI6[\w+/=-]{20,}",
+    "Grafana, Notion or Atlassian": r"glsa_\w{30,}|ntn_[A-Za-z0-9]{30,}|ATATT3[\w=-]{30,}",
     "DigitalOcean": r"do[opr]_v1_[0-9a-f]{64}",
     "Docker": r"dckr_(?:pat|oat)_[\w-]{20,}",
     "PyPI or npm": r"pypi-[\w-]{50,}|npm_[A-Za-z0-9]{36}",
@@ -64,8 +70,10 @@ _ADDRESSES = {
 _KEY_FILE = r"-----BEGIN[A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,10}-----"
 
 # %% ../../nbs/run/03_secrets.ipynb #e78526c4
-# no letter, unless it is that of a line feed in JSON or of an escaped character in an address
-_BEFORE = r"(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2})"
+# no letter, unless it is that of a colour, or of an escaped character in JSON, in Python or in an address
+_COLOUR = r"(?:\x1b|\\x1b|\\u001b|\\033|\\e)\[[0-9;]*m"
+_ESCAPED = r"\\(?:[abfnrtv0]|u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2})|%[0-9A-Fa-f]{2}"
+_BEFORE = rf"(?P<before>{_COLOUR}|{_ESCAPED})|(?<![A-Za-z0-9])"
 _END_OF_FILE = r"(?:(?!-----)[\s\S]){0,20000}(?:-----END[A-Z0-9 ]{0,40}-----)?"
 
 
@@ -91,7 +99,8 @@ def _kind(value: str) -> str | None:
     if found := _token().search(value) or _address().search(value):
         kinds = {**_SHAPES, **_ADDRESSES, "private key": _KEY_FILE}
         # a shape may look at what comes after it
-        rest = value[found.start() :]
+        before = found.groupdict().get("before") or ""
+        rest = value[found.start() + len(before) :]
         return next(kind for kind, shape in kinds.items() if re.match(shape, rest))
     return "W&B" if _BARE_HEX_KEY.match(value) else None
 
@@ -136,10 +145,12 @@ def _texts(value: Any) -> Iterator[str]:
     "Yield the texts in `value`, which may be nested."
     if isinstance(value, str):
         yield value
+    elif isinstance(value, bytes | bytearray):
+        yield value.decode(errors="replace")
     elif isinstance(value, dict):
         for pair in value.items():
             yield from _texts(pair)
-    elif isinstance(value, list | tuple | set):
+    elif isinstance(value, list | tuple | set | frozenset):
         for part in value:
             yield from _texts(part)
 
@@ -204,7 +215,7 @@ def hide_secrets(text: str) -> str:
     The values of environment variables with a secret's name are also removed."""
     for secret in _secrets_of_environment():
         text = text.replace(secret, "***")
-    text = _token().sub("***", text)
+    text = _token().sub(lambda found: f"{found['before'] or ''}***", text)
     return _address().sub(lambda found: f"{found[found.lastindex]}***", text)
 
 

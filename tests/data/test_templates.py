@@ -11,6 +11,7 @@ import pytest
 from multigpu_ft import ConfigError, RunConfig, generate, launch
 from multigpu_ft.data import tokenization
 from multigpu_ft.data.tokenization import asking, closing_token, tokenize_chats
+from multigpu_ft.models.loading import load_tokenizer
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
@@ -111,6 +112,28 @@ def test_what_a_template_marks_is_what_transformers_finds(tokenizer):
         assert texts[number].ids.tolist() == made["input_ids"]
         assert texts[number].loss_mask.tolist() == list(map(bool, made["assistant_masks"]))
     assert texts.targets.all()
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_template_that_prints_the_date_prints_the_same_one_tomorrow(marked):
+    tokenizer = load_tokenizer(RunConfig.preset("tiny"))
+    said = "{% generation %}{{ m.content }}{% endgeneration %}" if marked else "{{ m.content }}"
+    tokenizer.chat_template = (
+        "{{ strftime_now('%d %B %Y') }} {{ date_string }}{% for m in messages %} "
+        + said
+        + "{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    (text,) = tokenize_chats([chat], tokenizer, 64)
+    assert tokenizer.decode(text.ids).startswith("26 July 2024 26 Jul 2024")
+    assert asking(chat[:1], tokenizer) == "26 July 2024 26 Jul 2024 x"
+
+
+def test_a_conversation_of_many_messages_has_a_minute_at_most(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenization, "_MOST_SECONDS", 0.5)
+    tokenizer.chat_template = ENDLESS
+    with pytest.raises(ConfigError, match="takes more than 0 s of processor time"):
+        asking([{"role": "user", "content": ""}] * 1000, tokenizer)
 
 
 def test_what_no_signal_interrupts_ends_its_process(model, tmp_path):

@@ -10,6 +10,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from harness.runs import slow, until
 
 from multigpu_ft import RunConfig, RunDir
-from multigpu_ft.launcher import restarts, supervisor
+from multigpu_ft.launcher import admission, restarts, supervisor
 from multigpu_ft.launcher.admission import MAX_STRANGERS, introduce
 from multigpu_ft.launcher.rendezvous import Message, Peer
 from multigpu_ft.run.errors import NodesError
@@ -236,6 +237,56 @@ def test_a_machine_that_pretends_to_be_node_0_is_told_nothing(tmp_path, monkeypa
             node1.wait()
     assert {*json.loads(said)} == {"node_rank", "nonce", "proof"}
     assert "don't have the same run secret" in text and node1.returncode == 1
+
+
+@pytest.mark.parametrize("said", [b"{", b'{"nonce": "', None])
+def test_who_speaks_slowly_at_node_0s_address_holds_a_node_for_seconds_only(said, monkeypatch):
+    monkeypatch.setattr(admission, "PATIENCE_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        connection = socket.create_connection(impostor.getsockname())
+        speaker, _ = impostor.accept()
+        ended = threading.Event()
+
+        def speak():
+            while not ended.wait(0.1):
+                speaker.sendall(said or b"")
+                said_all.append(said)
+
+        said_all = []
+        thread = threading.Thread(target=speak)
+        thread.start()
+        began = time.monotonic()
+        try:
+            with pytest.raises(TimeoutError):
+                introduce(connection, b"s" * 64, 1)
+        finally:
+            ended.set()
+            thread.join()
+            speaker.close()
+            connection.close()
+    assert time.monotonic() - began < 4 and len(said_all) > 5
+
+
+@pytest.mark.parametrize("nonce", ["\ud800" * 64, "0" * 63, 64, "G" * 64])
+def test_a_random_number_that_is_none_ends_in_one_sentence(nonce):
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        with socket.create_connection(impostor.getsockname()) as connection:
+            speaker, _ = impostor.accept()
+            with speaker:
+                speaker.sendall(json.dumps({"nonce": nonce}).encode() + b"\n")
+                with pytest.raises(NodesError, match="another version"):
+                    introduce(connection, b"s" * 64, 1)
+
+
+def test_a_proof_that_is_no_text_ends_in_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        with socket.create_connection(impostor.getsockname()) as connection:
+            speaker, _ = impostor.accept()
+            with speaker:
+                speaker.sendall(json.dumps({"nonce": "0" * 64}).encode() + b"\n")
+                speaker.sendall(json.dumps({"proof": "\ud800"}).encode() + b"\n")
+                with pytest.raises(NodesError, match="don't have the same run secret"):
+                    introduce(connection, b"s" * 64, 1)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])

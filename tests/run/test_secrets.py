@@ -107,6 +107,30 @@ KINDS = {
         + "\n-----END OPENSSH PRIVATE KEY-----",
     ),
 }
+KINDS |= {
+    "RunPod": (str, f"rpa_{drawn(46, UPPER)}"),
+    "Modal": (str, f"ak-{drawn(21)}7"),
+    "Fireworks": (str, f"fw_{drawn(22)}"),
+    "Cerebras": (str, f"csk-{drawn(48).lower()}"),
+    "Pinecone": (str, f"pcsk_{drawn(70)}"),
+    "Tavily": (str, f"tvly-{drawn(32)}"),
+    "Neptune": (str, f"eyJhcGlfYWRkcmVzcyI6{drawn(120)}=="),
+    "Grafana": (str, f"glsa_{drawn(32)}_{drawn(8)}"),
+    "Notion": (str, f"ntn_{drawn(46)}"),
+    "Atlassian": (str, f"ATATT3{drawn(180)}"),
+}
+# what stands directly before a token in logs and files
+BEFORE = [
+    "\x1b[32m",
+    "\x1b[1;32m",
+    "\\x1b[32m",
+    "\\u001b[0;31m",
+    "\\033[31m",
+    "\\u003c",
+    "\\u0026",
+    "\\x00",
+]
+BEFORE += ["\\n", "\\t", "\\f", "%3D", "&#39;", "'"]
 # environment variables that are no shape: only their names tell
 VARIABLES = {
     "MY_PAT": drawn(20),
@@ -118,6 +142,20 @@ VARIABLES = {
     "OPENAI_KEY": drawn(20),
     "MYSQL_PWD": drawn(20),
 }
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_token_is_found_after_a_colour_or_an_escaped_character(before):
+    secret = f"hf_{drawn(34)}"
+    assert looks_like_secret(before + secret)
+    assert hide_secrets(f"using {before}{secret}\x1b[0m now") == f"using {before}***\x1b[0m now"
+
+
+@pytest.mark.parametrize("kind", [str.encode, lambda text: bytearray(text.encode())])
+def test_a_token_in_bytes_is_refused(kind):
+    "pydantic would make a text of them."
+    with pytest.raises(ConfigError, match="has the shape of an access token"):
+        RunConfig(run_name=kind(f"hf_{drawn(34)}"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
