@@ -71,7 +71,7 @@ docs-serve: .venv/docs/installed
 faults: install
 	$(BIN)/python tests/harness/faults.py --json bench/results/faults.json
 	$(BIN)/python tests/harness/hosts.py --json bench/results/link-cuts.json
-	$(BIN)/python tests/harness/host_faults.py --json bench/results/host-faults.json
+	$(BIN)/python tests/harness/host_faults.py --rounds 5 --json bench/results/host-faults.json
 
 bench: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
