@@ -18,6 +18,7 @@ from multigpu_ft import ConfigError, RunDir, RunFailed, generate, launch
 from multigpu_ft.generation.api import _open
 from multigpu_ft.generation.completions import GenerationJob
 from multigpu_ft.launcher import functions
+from multigpu_ft.run.payload import pack
 
 API_KEY = "hf_" + "a" * 34
 WANDB_API_KEY = REVISION = "0123456789abcdef" * 2 + "01234567"
@@ -236,3 +237,8 @@ def test_a_calls_function_is_its_users_and_gone_when_all_ranks_have_read_it():
     assert cell == "login('***')\nprint('hello')\n", "tracebacks show the cell without the token"
     assert not Path(folder).exists()
     assert not [p for p in psutil.process_iter(["cmdline"]) if folder in (p.info["cmdline"] or [])]
+
+
+def test_a_long_text_is_searched_to_its_end():
+    with pytest.raises(ConfigError, match="has the shape of an access token"):
+        pack(len, ("a word " * 30_000 + API_KEY,))
