@@ -344,7 +344,7 @@ class _Attempt:
             self.ends.record(0, agent.kill())
 
 # %% ../../nbs/launcher/08_supervisor.ipynb #ed1668d4
-_CALLS_AGAIN_S = 30.0  # longer than a call takes that nobody answers
+_CALLS_AGAIN_S = 30.0  # longer than a call that gets no answer takes
 
 
 def _say_over(members: _Members, status: dict[str, Any], finished: set[int]) -> None:

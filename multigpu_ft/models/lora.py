@@ -137,20 +137,18 @@ def read_adapter(folder: Path) -> Any:
 
     path = folder / "adapter_config.json"
     try:
-        described = json.loads(path.read_text())
-        if (
-            described.get("megatron_config")
-            or described.get("megatron_core", _MEGATRON) != _MEGATRON
-        ):
-            raise CheckpointError(
-                f"{path} asks for Megatron's code, which is never run; use an adapter without "
-                "megatron_config and megatron_core."
-            )
-        return PeftConfig.from_pretrained(str(folder))
+        settings = json.loads(path.read_text())
+        module = settings.get("megatron_core") or _MEGATRON
+        asks_for_code = settings.get("megatron_config") or module != _MEGATRON
+        described = None if asks_for_code else PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path} can't be read: {error}") from None
+    if asks_for_code:
+        raise CheckpointError(
+            f"{path} asks for Megatron's code, which is never run; use an adapter without "
+            "megatron_config and megatron_core."
+        )
+    return described
 
 # %% ../../nbs/models/04_lora.ipynb #e4f6141e
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
