@@ -153,6 +153,9 @@ def test_load_export_leaves_the_reports_of_others_as_they_were(
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
+    # `score`, which other tests call in this process, turns them off in ranks
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
     run = tuned.finish(
         adapters.config(models, run_root, "distilbert", "lora", "single", max_steps=1)
     )
