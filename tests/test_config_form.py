@@ -1,6 +1,5 @@
 """The form, driven from Python: its inputs are widgets, and tests set their values as a browser does."""
 
-import gc
 import json
 import re
 import shlex
@@ -676,21 +675,22 @@ def test_outside_a_notebook_the_form_is_text_without_widgets(capsys):
 
 
 def test_the_form_is_quick():
-    "In processor time, because other tests run beside this one."
+    "The best of three, because other tests run beside this one."
     # fills imports and caches
     form()._build()
-    gc.collect()
-    start = time.process_time()
-    f = form()
-    f._build()
-    built = time.process_time() - start
-    start = time.process_time()
-    for i in range(20):
-        f.inputs["batch_size"].value = str(i + 1)
-        f.inputs["text_field"].value = f"t{i}"
-    typed = (time.process_time() - start) / 40
-    print(f"built in {built:.3f} s, a keystroke takes {1000 * typed:.2f} ms")
-    assert built < 0.5 and typed < 0.02
+    built, typed = [], []
+    for _ in range(3):
+        start = time.perf_counter()
+        f = form()
+        f._build()
+        built.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        for i in range(20):
+            f.inputs["batch_size"].value = str(i + 1)
+            f.inputs["text_field"].value = f"t{i}"
+        typed.append((time.perf_counter() - start) / 40)
+    print(f"built in {min(built):.3f} s, a keystroke takes {1000 * min(typed):.2f} ms")
+    assert min(built) < 0.5 and min(typed) < 0.02
 
 
 FORM = "from multigpu_ft import RunConfig, form\nf = form(RunConfig(run_root='runs', nproc=1))\nf"

@@ -325,6 +325,9 @@ def _remarks(cfg: RunConfig, spot: bool, recover: bool, storage: str) -> list[st
     return said
 
 # %% ../../nbs/deploy/08_skypilot.ipynb #90a03ef1
+_NOT_THERE = "Upload it to a bucket and name it by its address (s3://bucket/file.jsonl), or use one from the Hub."
+
+
 def deploy_skypilot(
     cfg: RunConfig,
     storage: str,
@@ -362,11 +365,7 @@ def deploy_skypilot(
     refuse_secrets({"storage": storage, "infra": infra or ""})
     _check_processes(cfg, accelerators, num_nodes, gpus)
     run_root, mounts = _mounts(storage)
-    remedy = (
-        "Upload it to a bucket and name it by its address (s3://bucket/file.jsonl),"
-        " or use one from the Hub."
-    )
-    cfg = travelling(cfg, "SkyPilot", remedy, _BUCKETS, run_root=run_root, nnodes=num_nodes)
+    cfg = travelling(cfg, "SkyPilot", _NOT_THERE, _BUCKETS, run_root=run_root, nnodes=num_nodes)
     cfg, copied = _inputs(cfg)
     # a bucket is visible from every region, a volume isn't
     anywhere = "file_mounts" in mounts
