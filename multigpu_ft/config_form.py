@@ -1033,9 +1033,9 @@ class _LiveForm:
 
     def _draw(self) -> None:
         with self._lock:
-            self._widgets.show_next(self._draft, self._runner)
             if self._runner.started:
-                self._show_record()
+                self._show_record()  # before Run can be pressed again
+            self._widgets.show_next(self._draft, self._runner)
 
     def _show_record(self) -> None:
         if self._record:

@@ -159,9 +159,22 @@ def _packages_row() -> Row:
     return Row("packages", "ok", f"{shown} and {len(versions) - len(_SHOWN)} more")
 
 # %% ../nbs/02_diagnostics.ipynb #c9f39db9
+def _driver(gpu: Device) -> str:
+    return f"driver {gpu.driver}" if gpu.driver else "driver unknown"
+
+
+def _capabilities(gpus: list[Device]) -> str:
+    "Say which compute capabilities `gpus` have, and in which half precision they compute."
+    known = sorted({tuple(map(int, g.capability.split("."))) for g in gpus if g.capability})
+    if not known:
+        return "compute capability unknown"
+    half = "bf16" if has_bf16(known[0]) else "fp16, because bf16 needs 8.0"
+    return f"compute capability {', '.join(f'{a}.{b}' for a, b in known)}: {half}"
+
+
 def _gpu_row(gpus: list[Device]) -> Row:
     visible = visible_among(gpus)
-    hidden = [g for g in gpus if g not in visible]
+    hidden = [g for g in gpus if g not in visible and not g.slices]
     hides = ""
     if hidden:
         names = ", ".join(f"GPU {g.index} ({g})" for g in hidden)
@@ -177,14 +190,10 @@ def _gpu_row(gpus: list[Device]) -> Row:
             "Unset CUDA_VISIBLE_DEVICES before the first cell.",
         )
     kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(map(str, visible)).items())
-    capabilities = sorted({g.capability for g in visible}, key=float)
-    half = (
-        "bf16"
-        if has_bf16(tuple(map(int, capabilities[0].split("."))))
-        else "fp16, because bf16 needs 8.0"
-    )
-    capability = f"compute capability {', '.join(capabilities)}: {half}"
-    found = "; ".join(filter(None, [kinds, f"driver {visible[0].driver}", capability, hides]))
+    known = [kinds, _driver(visible[0]), _capabilities(visible), hides]
+    found = "; ".join(filter(None, known))
+    if visible[0].profile and (len(gpus) > 1 or len(gpus[0].slices) > 1):
+        return _slices_row(found, gpus)
     busy = [f"GPU {g.index}: {g.used / 1e9:.1f} GB" for g in visible if g.used > 1e9]
     if busy:
         return Row(
@@ -194,6 +203,19 @@ def _gpu_row(gpus: list[Device]) -> Row:
             "nvidia-smi lists them; restart notebooks that hold a model.",
         )
     return Row("GPUs", "ok", found)
+
+
+def _slices_row(found: str, gpus: list[Device]) -> Row:
+    slices = [one for gpu in gpus for one in gpu.slices]
+    listed = ", ".join(f"{one.uuid[:12]} ({one})" for one in slices)
+    in_mig_mode = [str(gpu.index) for gpu in gpus if gpu.slices]
+    return Row(
+        "GPUs",
+        "warn",
+        f"{found}; of the MIG slices ({listed}) a process sees one, so a run has one process",
+        "CUDA_VISIBLE_DEVICES=MIG-UUID chooses another slice, nvidia-smi -L lists them. For whole GPUs:"
+        f" sudo nvidia-smi -i {','.join(in_mig_mode)} -mig 0",
+    )
 
 # %% ../nbs/02_diagnostics.ipynb #e93341ff
 _TORCH_SECONDS = 90  # a first import from a cold disk takes half a minute
@@ -252,36 +274,16 @@ def _torch_row(gpus: list[Device]) -> Row:
 
 # %% ../nbs/02_diagnostics.ipynb #8c7d6521
 def _judge_torch(found: dict[str, Any], gpus: list[Device]) -> Row:
-    cuda = f"CUDA {found['cuda']}" if found["cuda"] else "built without CUDA"
-    nccl = f", NCCL {found['nccl']}" if found["nccl"] else ""
-    about = f"{found['version']}, {cuda}{nccl}"
-    if gpus and not found["cuda"]:
-        return Row(
-            "torch",
-            "bad",
-            f"{about}, but there are {len(gpus)} GPUs",
-            "pip uninstall -y torch && pip install torch, then restart the kernel.",
-        )
-    if gpus and not found["devices"]:
-        return Row(
-            "torch",
-            "bad",
-            f"{about}, driver {gpus[0].driver}: {' '.join(found['errors'])}",
-            "If the driver is too old: update it, or install a torch for an older CUDA, such as"
-            " pip install torch --index-url https://download.pytorch.org/whl/cu126",
-        )
+    about = environment.about_torch(found)
+    if blind := environment.blind_torch(found, gpus):
+        return Row("torch", "bad", *blind)
     if found["errors"]:
         remedy = "Use GPUs that this torch supports, or a torch that supports these GPUs." + (
             " On Kaggle: GPU T4 x2." if environment.platform() == "kaggle" else ""
         )
         return Row("torch", "bad", f"{about}; on a GPU: {' '.join(found['errors'])}", remedy)
-    if found["devices"] != len(gpus):
-        return Row(
-            "torch",
-            "warn",
-            f"{about}; sees {found['devices']} GPUs, nvidia-smi {len(gpus)}",
-            "Start a new session, or install nvidia-smi.",
-        )
+    if other := environment.sees_other_gpus(found, gpus):
+        return Row("torch", "warn", *other)
     return Row("torch", "ok", about)
 
 # %% ../nbs/02_diagnostics.ipynb #bc1fead8

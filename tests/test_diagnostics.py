@@ -10,6 +10,7 @@ from harness.modules import fake_module, no_such_secret
 from harness.runs import multigpu_ft
 
 from multigpu_ft import diagnostics
+from multigpu_ft.memory.api import gpus_here
 from multigpu_ft.run import environment
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -25,6 +26,7 @@ def smi(monkeypatch, folder, *lines, code=0):
     )
     (folder / "nvidia-smi").chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def t4s(used=3):
@@ -92,6 +94,20 @@ def test_gpus_that_torch_cannot_use(monkeypatch, tmp_path):
     assert "interconnect" not in rows, "there is nothing to measure"
 
 
+def test_mig_slices_are_named(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    a100 = environment.Device(0, "GPU-a", "NVIDIA A100-SXM4-80GB", 0.0, 0.0, "550.54", "8.0")
+    slices = tuple(
+        environment.Device(
+            0, f"MIG-{i}", f"{a100.name} MIG 1g.10gb", 10e9, 0.0, "550.54", "8.0", (), "1g.10gb"
+        )
+        for i in range(2)
+    )
+    row = diagnostics._gpu_row([environment.replace(a100, slices=slices)])
+    assert row.state == "warn" and "1 x NVIDIA A100-SXM4-80GB MIG 1g.10gb, 10 GB" in row.found
+    assert "a process sees one" in row.found and "sudo nvidia-smi -i 0 -mig 0" in row.remedy
+
+
 def test_gpus_that_are_hidden_or_busy(monkeypatch, tmp_path):
     smi(monkeypatch, tmp_path / "bin", *t4s(used=9000))
     row = diagnostics._gpu_row(environment.installed_gpus())
@@ -105,6 +121,55 @@ def test_gpus_that_are_hidden_or_busy(monkeypatch, tmp_path):
     assert diagnostics._gpu_row(environment.installed_gpus()).remedy.startswith(
         "Unset CUDA_VISIBLE_DEVICES"
     )
+
+
+FIELDS = ["0", "GPU-5a", "Tesla T4", "15360", "3", "550.54.15", "7.5"]
+WITHOUT = {
+    "uuid": (1, "1 x Tesla T4, 16 GB; driver 550.54.15; compute capability 7.5: fp16"),
+    "name": (2, "1 x GPU of unknown kind, 16 GB; driver 550.54.15; compute capability 7.5: fp16"),
+    "memory.total": (3, "1 x Tesla T4; driver 550.54.15; compute capability 7.5: fp16"),
+    "memory.used": (4, "1 x Tesla T4, 16 GB; driver 550.54.15; compute capability 7.5: fp16"),
+    "driver": (5, "1 x Tesla T4, 16 GB; driver unknown; compute capability 7.5: fp16"),
+    "compute_cap": (6, "1 x Tesla T4, 16 GB; driver 550.54.15; compute capability unknown"),
+}
+
+
+@pytest.mark.parametrize("word", ["[N/A]", "[Not Supported]", "[Unknown Error]", "N/A", ""])
+@pytest.mark.parametrize("field", WITHOUT)
+def test_a_value_that_nvidia_smi_does_not_know(monkeypatch, tmp_path, field, word):
+    place, found = WITHOUT[field]
+    line = ", ".join([*FIELDS[:place], word, *FIELDS[place + 1 :]])
+    smi(monkeypatch, tmp_path / "bin", line)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(
+        diagnostics, "_torch_row", lambda gpus: diagnostics._judge_torch(NO_CUDA, gpus)
+    )
+    monkeypatch.setattr(diagnostics, "_hub_row", lambda: None)
+    rows = {row.name: row for row in diagnostics.doctor(bandwidth=False).rows}
+    assert (rows["GPUs"].state, rows["GPUs"].found[: len(found)]) == ("ok", found)
+    assert rows["torch"].state == "bad" and "too old" in rows["torch"].found
+    assert len(gpus_here()) == 1 and gpus_here()[0].memory_mib > 0
+
+
+NO_CUDA = {
+    "version": "2.13.0",
+    "cuda": "13.0",
+    "nccl": None,
+    "devices": 0,
+    "errors": ["The NVIDIA driver on your system is too old (found version 12040)."],
+}
+
+
+def test_capabilities_are_compared_as_versions(monkeypatch, tmp_path):
+    "12.0 is newer than 7.5, and one GPU that names none doesn't hide the others."
+    lines = [
+        ", ".join([str(i), f"GPU-{i}", *FIELDS[2:6], capability])
+        for i, capability in enumerate(["12.0", "[N/A]", "7.5"])
+    ]
+    smi(monkeypatch, tmp_path / "bin", *lines)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = diagnostics._gpu_row(environment.installed_gpus()).found
+    assert "3 x Tesla T4" in found and "compute capability 7.5, 12.0: fp16" in found
 
 
 def test_a_broken_driver_and_failing_or_hanging_checks_are_reported(monkeypatch, tmp_path, kaggle):

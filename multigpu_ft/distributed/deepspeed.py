@@ -23,6 +23,7 @@ from .world import TensorShard, SavedParts, World
 from ..models.blocks import transformer_blocks
 from ..models.quantization import elements
 from ..run.config import OPTIMIZERS, RunConfig
+from ..run.device import backend_of, is_accelerator
 from ..run.errors import CheckpointError, ConfigError
 
 # %% ../../nbs/distributed/05_deepspeed.ipynb #1371364b
@@ -43,7 +44,7 @@ class Accelerated(Single):
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs, GradScalerKwargs
 
-        if self.dtype == torch.float16 and self.world.device.type != "cuda":
+        if self.dtype == torch.float16 and not is_accelerator(self.world.device):
             raise ConfigError(
                 "strategy='accelerate' computes in fp16 by autocast, "
                 "which Accelerate has for GPUs only; use dtype='bf16' or 'fp32', "
@@ -149,7 +150,8 @@ def _accelerator(settings: dict[str, Any], device: torch.device, dtype: torch.dt
 
     cpu = device.type == "cpu"
     # uses the existing process group
-    init_distributed(dist_backend="gloo" if cpu else "nccl", auto_mpi_discovery=False)
+    backend = backend_of(device).rpartition(":")[2]
+    init_distributed(dist_backend=backend, auto_mpi_discovery=False)
     # without a GPU, Accelerate with DeepSpeed assumes one process
     PartialState(cpu=cpu)
     plugin = DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=False)
@@ -375,7 +377,7 @@ class ZeRO(Accelerated):
 
     def backward(self, loss: torch.Tensor) -> None:
         if self.loss_scale.enabled:
-            self.engine.optimizer.override_loss_scale(self.loss_scale.value.item())
+            self.engine.optimizer.override_loss_scale(self.loss_scale.number())
             loss = loss / self.loss_scale.value
         self.engine.backward(loss)
 
@@ -390,6 +392,9 @@ class ZeRO(Accelerated):
 
     def step(self) -> None:
         self._count(~self._finite)
+        if self.loss_scale.enabled:
+            # DeepSpeed's step has waited for the device already, a backward pass would wait for its forward pass
+            self.loss_scale.number()
 
     def _to_come(self) -> float:
         return _bytes_to_come(self.model, self.cfg, self.dtype, self.world.size)

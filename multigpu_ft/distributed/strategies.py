@@ -36,6 +36,7 @@ from multigpu_ft.distributed.world import (
 from ..models.blocks import transformer_blocks
 from ..models.quantization import packed_layers, to_evaluation_mode
 from ..run.config import OPTIMIZERS, RunConfig
+from ..run.device import is_accelerator
 from ..run.errors import CheckpointError
 
 # %% ../../nbs/distributed/03_strategies.ipynb #3ab2f9a0
@@ -49,12 +50,20 @@ class LossScale:
         self.enabled = enabled
         self.value = torch.tensor(_FIRST_SCALE if enabled else 1.0, device=device)
         self._good_steps = torch.tensor(0, device=device)
+        self._number: float | None = None
+
+    def number(self) -> float:
+        "Return the scale as a number. Waits for the device, once after each change."
+        if self._number is None:
+            self._number = self.value.item()
+        return self._number
 
     def update(self, skipped: torch.Tensor) -> None:
         """Update the scale after a step; `skipped` is a boolean on the device, True after an
         overflow."""
         if not self.enabled:
             return
+        self._number = None
         good = torch.where(skipped, 0, self._good_steps + 1)
         grow = good >= _STEPS_UNTIL_GROWTH
         self.value = torch.where(
@@ -64,13 +73,12 @@ class LossScale:
 
     def state_dict(self) -> dict[str, float]:
         return (
-            {"value": self.value.item(), "good_steps": self._good_steps.item()}
-            if self.enabled
-            else {}
+            {"value": self.number(), "good_steps": self._good_steps.item()} if self.enabled else {}
         )
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if self.enabled and state:
+            self._number = None
             self.value.fill_(state["value"])
             self._good_steps.fill_(state["good_steps"])
 
@@ -470,7 +478,7 @@ class DDP(Single):
         # all ranks have the weights already: sent by rank 0, or read from the same files and drawn from the same seed
         return DistributedDataParallel(
             model,
-            device_ids=[device] if device.type == "cuda" else None,
+            device_ids=[device] if is_accelerator(device) else None,
             gradient_as_bucket_view=True,
             init_sync=False,
             **{keep_buffers: False},

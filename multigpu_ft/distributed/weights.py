@@ -21,6 +21,7 @@ from torch import nn
 
 from .world import broadcast_value
 from ..models.quantization import packed_layers
+from ..run.device import accelerator
 from ..run.errors import ModelError
 
 # %% ../../nbs/distributed/02_weights.ipynb #48f86be9
@@ -122,15 +123,20 @@ def wait_for_rank_0() -> None:
 
 # %% ../../nbs/distributed/02_weights.ipynb #7b660676
 def _send_rows(data: torch.Tensor, rank: int, ranks: int) -> None:
-    "Send each rank its rows of `data`, as FSDP cuts them. Memory that isn't written to isn't used."
+    """Send each rank its rows of `data`, as FSDP cuts them. A collective.
+
+    Memory that isn't written to isn't used."""
     parts = torch.chunk(data, ranks)
-    for receiver in range(1, dist.get_world_size()):
-        if (part := receiver % ranks) >= len(parts):  # fewer rows than ranks
-            continue
-        if rank == 0:
-            dist.send(parts[part].contiguous(), dst=receiver)
-        elif rank == receiver:
-            dist.recv(parts[part], src=0)
+    if len(parts) < ranks:  # some ranks have no rows of so few
+        dist.broadcast(data, src=0)
+        return
+    if rank == 0:
+        receivers = range(1, dist.get_world_size())
+        passed = [dist.P2POp(dist.isend, parts[r % ranks].contiguous(), r) for r in receivers]
+    else:
+        passed = [dist.P2POp(dist.irecv, parts[rank % ranks], 0)]
+    for work in dist.batch_isend_irecv(passed):
+        work.wait()
 
 
 def free_storage(tensors: list[torch.Tensor]) -> None:
@@ -151,8 +157,8 @@ def free_storage(tensors: list[torch.Tensor]) -> None:
 def release_memory() -> None:
     "Free unused memory, also on the GPU."
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if kind := accelerator():
+        torch.get_device_module(kind).empty_cache()
 
 
 _ALIGNMENT = 64  # bytes

@@ -21,9 +21,18 @@ import torch
 import torch.distributed as dist
 
 from ..run.config import RunConfig
-from ..run.environment import has_bf16
+from multigpu_ft.run.device import (
+    backend_of,
+    capability,
+    device_count,
+    is_accelerator,
+    local_device,
+    supports_bf16,
+    torch_here,
+)
+from ..run.environment import has_bf16, refuse_blind_torch
 from ..run.errors import ConfigError
-from ..run.processes import STORE_VARIABLE
+from ..run.processes import AGENT_PID_VARIABLE, STORE_VARIABLE
 
 # %% ../../nbs/distributed/01_world.ipynb #4895652d
 def _as_bytes(value: Any) -> torch.Tensor:
@@ -176,26 +185,27 @@ def store_of_machine(timeout: timedelta) -> dist.Store | None:
 
 def join_world(cfg: RunConfig) -> World:
     """Join the process group that torchrun's environment variables describe, or use the existing
-    one."""
+    one. Raises `ConfigError` if torch doesn't see this machine's GPUs."""
     rank, local_rank, size = (
         int(os.environ.get(name, default))
         for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )
     nproc = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        if local_rank >= torch.cuda.device_count():
+    device = local_device(local_rank)
+    if is_accelerator(device):
+        if local_rank >= (count := device_count()):
             raise ConfigError(
-                f"nproc={nproc}, but this machine has {(count := torch.cuda.device_count())} "
+                f"nproc={nproc}, but this machine has {count} "
                 f"GPUs; one process needs one GPU: use nproc={count}."
             )
-        torch.cuda.set_device(device)
+        torch.get_device_module(device).set_device(device)
+    elif AGENT_PID_VARIABLE not in os.environ:  # our agent has looked before it started ranks
+        refuse_blind_torch(torch_here())
     refuse_code_in_messages()
     timeout = timedelta(seconds=cfg.timeout_s + _AGENT_FIRST_S)
     if not dist.is_initialized():
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            backend_of(device),
             store=store_of_machine(timeout),
             rank=rank,
             world_size=size,
@@ -211,18 +221,20 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """Return the compute dtype.
 
     `auto` is bf16 on GPUs of compute capability 8.0 or higher, fp16 on older ones, and fp32 on a
-    CPU."""
+    CPU. Devices without such a number are asked."""
     if dtype != "auto":
         return _DTYPES[dtype]
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return torch.float32
-    return torch.bfloat16 if has_bf16(torch.cuda.get_device_capability(device)) else torch.float16
+    number = capability(device)
+    fits = has_bf16(number) if number else supports_bf16(device)
+    return torch.bfloat16 if fits else torch.float16
 
 # %% ../../nbs/distributed/01_world.ipynb #c8351160
 def free_bytes(device: torch.device) -> float:
     "Return the free bytes on `device`; on a CPU, this rank's share of the host's free memory."
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if is_accelerator(device):
+        return torch.get_device_module(device).mem_get_info(device)[0]
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 # %% ../../nbs/distributed/01_world.ipynb #d4e80cf6
@@ -287,7 +299,7 @@ class SavedParts(Protocol):
 def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
     "Return the arrays of `collate` as tensors on `device`."
     tensors = {name: torch.from_numpy(array) for name, array in micro_batch.items()}
-    if device.type == "cuda":  # a copy from pageable memory would wait for queued GPU work
+    if is_accelerator(device):  # a copy from pageable memory would wait for queued GPU work
         return {
             name: tensor.pin_memory().to(device, non_blocking=True)
             for name, tensor in tensors.items()

@@ -42,6 +42,7 @@ from ..models.loading import load_config, load_tokenizer
 from ..models.quantization import to_evaluation_mode
 from ..run.answering import Answer as Told
 from ..run.config import RunConfig
+from ..run.device import is_accelerator, local_device
 from ..run.errors import CheckpointError, ConfigError, DataError, ModelError
 from ..run.numbers import percent
 from ..run.processes import leave, watch_parent
@@ -248,7 +249,7 @@ class _Labeller:
 # %% ../../nbs/generation/12_asking.ipynb #ab544036
 def _world() -> World:
     "Return this process as the only rank, on the GPU if there is one."
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = local_device(0)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return World(0, 0, 1, device)
@@ -280,7 +281,7 @@ class _Models:
             except torch.OutOfMemoryError:
                 release_memory()
                 raise _out_of_memory(name) from None
-            where = _world().device.type.replace("cuda", "GPU").replace("cpu", "CPU")
+            where = "GPU" if is_accelerator(_world().device) else "CPU"
             tell(f"{name} was loaded on the {where} in {time.monotonic() - begun:.1f} s")
         return name, self._loaded[key]
 

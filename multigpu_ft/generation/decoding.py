@@ -6,8 +6,11 @@
 __all__ = ['Request', 'Answer', 'Rules', 'ContinuousBatchDecoder', 'GroupedDecoder', 'end_tokens', 'can_be_placed']
 
 # %% ../../nbs/generation/03_decoding.ipynb #47c7b267
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .sampling import Sampling, choose, draws
+from ..run.device import graph_class
 
 # %% ../../nbs/generation/03_decoding.ipynb #7d11f1fb
 @dataclass(frozen=True)
@@ -168,45 +172,146 @@ def _mask(model: nn.Module, slots: _Slots, used: int) -> torch.Tensor:
     allowed = torch.zeros_like(mask, dtype=model.dtype)
     return allowed.masked_fill(~mask, torch.finfo(model.dtype).min)
 
-# %% ../../nbs/generation/03_decoding.ipynb #9cca4cc1
-class _Graphs:
-    "The steps of a full batch as CUDA graphs, one per width."
+# %% ../../nbs/generation/03_decoding.ipynb #cdf3a457
+def _length_dependent(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str | None, str]]]:
+    """Return each module whose rotary frequencies may depend on the longest row, with their kinds.
 
-    def __init__(self, compute: Callable[[int], torch.Tensor]) -> None:
-        self._compute, self._recorded, self._fine, self._pool = compute, {}, True, None
+    Models with several kinds of layers have a kind for each."""
+    for module in model.modules():
+        found = getattr(module, "rope_type", None)
+        kinds = found if isinstance(found, dict) else {None: found}
+        if any(_is_length_dependent(kind) for kind in kinds.values()):
+            yield module, kinds
+
+
+def _is_length_dependent(kind: Any) -> bool:
+    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+
+
+def _fixed_positions(model: nn.Module) -> float:
+    "Return up to how many tokens a position is encoded the same, however long other rows are."
+    limits = [math.inf]
+    for module, kinds in _length_dependent(model):
+        for layer, kind in kinds.items():
+            if kind == "longrope":
+                settings = module.config.rope_parameters
+                settings = settings[layer] if layer else settings
+                limits.append(settings["original_max_position_embeddings"])
+            elif _is_length_dependent(kind):
+                limits.append(module.original_max_seq_len)
+    return min(limits)
+
+
+@contextmanager
+def _unasked(model: nn.Module) -> Iterator[None]:
+    "Don't ask for the longest row within a block, in which no row exceeds `_fixed_positions`."
+    changed = list(_length_dependent(model))
+    try:
+        for module, kinds in changed:
+            # an unknown kind keeps its frequencies
+            fixed = {
+                layer: "fixed" if _is_length_dependent(kind) else kind
+                for layer, kind in kinds.items()
+            }
+            module.rope_type = fixed if isinstance(module.rope_type, dict) else fixed[None]
+        yield
+    finally:
+        for module, kinds in changed:
+            module.rope_type = kinds if isinstance(module.rope_type, dict) else kinds[None]
+
+# %% ../../nbs/generation/03_decoding.ipynb #299894bf
+class _Recorder:
+    "Records graphs of a device, whose functions are in `module`, all on one stream."
+
+    def __init__(self, device: torch.device, module: Any, make_graph: Callable[[], Any]) -> None:
+        self._device, self._module, self._make_graph = device, module, make_graph
+        self._aside: Any = None
+        self._failed: Any = None
+
+    @property
+    def works(self) -> bool:
+        "Whether no recording has failed."
+        return self._failed is None
+
+    def record(self, compute: Callable[[], torch.Tensor], pool: Any) -> tuple[Any, torch.Tensor]:
+        """Return a graph of `compute`, in the memory of `pool`, and the tensor that its replay writes.
+
+        Raises `RuntimeError` if it can't be recorded."""
+        module, graph = self._module, self._make_graph()
+        current = module.current_stream(self._device)
+        try:
+            self._aside = aside = self._aside or module.Stream(device=self._device)
+            aside.wait_stream(current)
+            with module.stream(aside):
+                compute()  # what happens at a first call only must not be recorded
+            current.wait_stream(aside)
+            with module.graph(graph, pool=pool, stream=aside):
+                return graph, compute()
+        except RuntimeError:
+            self._failed = graph
+            raise
+        finally:
+            module.set_stream(current)
+
+
+@cache
+def _recorder(device: torch.device) -> _Recorder | None:
+    "Return what records graphs of `device`, None if it has none."
+    make_graph = graph_class(device)
+    return _Recorder(device, torch.get_device_module(device), make_graph) if make_graph else None
+
+# %% ../../nbs/generation/03_decoding.ipynb #4ba9db1d
+class _Graphs:
+    "The steps of a full batch as graphs, one per width."
+
+    def __init__(
+        self, compute: Callable[[int], torch.Tensor], model: nn.Module, recorder: _Recorder
+    ) -> None:
+        self._compute, self._model, self._recorder = compute, model, recorder
+        self._recorded: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._differs, self._pool = False, None
 
     def __call__(self, used: int, width: int) -> torch.Tensor:
-        if not self._fine:
+        if self._differs or not self._recorder.works:
             return self._compute(used)
         if width not in self._recorded:
             plain = self._compute(used)  # the replay writes the same keys to the same slots
             try:
                 self._recorded[width] = self._record(used)
             except RuntimeError as error:
-                print(f"CUDA graphs are not used: {str(error).splitlines()[0]}")
-                self._fine = False
+                print(f"Graphs are not used, which makes small models slower: {_cause(error)}")
                 return plain
             graph, logits = self._recorded[width]
             graph.replay()
             if not torch.allclose(logits, plain, rtol=1e-2, atol=1e-2 * plain.abs().max().item()):
-                print("CUDA graphs are not used: their logits differ from the model's")
-                self._fine = False
+                print("Graphs are not used: their logits differ from the model's")
+                self._differs = True
                 return plain
         graph, logits = self._recorded[width]
         graph.replay()
         return logits
 
     def _record(self, used: int) -> tuple[Any, torch.Tensor]:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            self._compute(used)
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._compute(used)
+        with _unasked(self._model):
+            graph, logits = self._recorder.record(lambda: self._compute(used), self._pool)
         self._pool = graph.pool()  # shared, since only one graph runs at a time
         return graph, logits
+
+
+def _cause(error: BaseException) -> str:
+    "Return the first line of the error that led to `error`."
+    while error.__context__:
+        error = error.__context__
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _graphs(
+    compute: Callable[[int], torch.Tensor], model: nn.Module, capacity: int, device: torch.device
+) -> _Graphs | None:
+    "Return the graphs of a decoder of `capacity` tokens, None if its steps can't be recorded."
+    recorder = _recorder(device)
+    waits = getattr(model, "is_loaded_in_8bit", False) or capacity > _fixed_positions(model)
+    return _Graphs(compute, model, recorder) if recorder and not waits else None
 
 # %% ../../nbs/generation/03_decoding.ipynb #7bdcc60e
 class _Rows:
@@ -222,8 +327,7 @@ class _Rows:
         self._made = torch.zeros_like(self._tokens)
         self._draws = torch.zeros(self._slots.rows, 1, dtype=torch.float64, device=device)
         self.used = self._slots.rows  # rows that are computed
-        is_8bit = getattr(model, "is_loaded_in_8bit", False)
-        self.graphs = _Graphs(self.logits) if device.type == "cuda" and not is_8bit else None
+        self.graphs = _graphs(self.logits, model, capacity, device)
 
     def fill(self, read: Any, length: int, taken: list[tuple[int, int, Any]]) -> None:
         """Put a question of `length` tokens, whose keys and values were `read`, into rows.
@@ -451,6 +555,11 @@ def can_be_placed(model: nn.Module, capacity: int, device: torch.device) -> tupl
     "Return whether `ContinuousBatchDecoder` computes the same as `model`, and if not, why."
     if not _attends_to_everything(model.config, capacity):
         return False, "not all of its layers attend to all earlier tokens"
+    if capacity > (fixed := _fixed_positions(model)):
+        return (
+            False,
+            f"beyond {fixed:,} tokens, its positions depend on the longest text of a batch",
+        )
     try:
         found, expected = _trial_logits(model, device)
     except _TRIAL_ERRORS as error:

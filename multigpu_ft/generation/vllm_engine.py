@@ -7,13 +7,17 @@ __all__ = ['VLLMDecoder', 'start_vllm']
 
 # %% ../../nbs/generation/05_vllm_engine.ipynb #9813b0c7
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import torch
 
 from .decoding import Answer, Request, Rules
 from .fine_tuned import FineTuned
 from ..run.config import RunConfig
+from ..run.errors import ConfigError
 
 # %% ../../nbs/generation/05_vllm_engine.ipynb #bebb984c
 class VLLMDecoder:
@@ -59,6 +63,60 @@ class VLLMDecoder:
         with suppress(Exception):  # no answer depends on it, and the agent ends what is left
             self._engine.engine_core.shutdown()
 
+# %% ../../nbs/generation/05_vllm_engine.ipynb #471e1f02
+# set by torchrun for each rank: torch.distributed.elastic.agent.server.local_elastic_agent
+_TORCHRUN_NAMES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+)
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_", "MASTER_")
+
+
+@contextmanager
+def _outside_torchrun() -> Iterator[None]:
+    "Start processes that inherit nothing of torchrun's environment variables."
+    taken = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIXES)
+    }
+    for name in taken:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
+
+# %% ../../nbs/generation/05_vllm_engine.ipynb #e1465a10
+_SHARE_VARIABLE, _OF_FREE, _LEAST_SHARE = "MULTIGPU_FT_VLLM_MEMORY", 0.92, 0.05
+
+
+def _free_share(local_rank: int) -> dict[str, float]:
+    """Return vLLM's `gpu_memory_utilization` as a keyword: nine tenths of what is free.
+
+    Empty without a GPU. Raises `ConfigError` if hardly anything is free, or for a share in the
+    environment that is none."""
+    wanted = os.environ.get(_SHARE_VARIABLE)
+    if wanted:
+        share = float(wanted) if re.fullmatch(r"[01]?\.?\d+", wanted) else 0.0
+        if not 0 < share <= 1:
+            raise ConfigError(f"{_SHARE_VARIABLE}={wanted!r} is not a share above 0, up to 1.")
+        return {"gpu_memory_utilization": share}
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info(local_rank)
+    share = int(100 * _OF_FREE * free / total) / 100  # vLLM refuses a share that isn't free
+    if share < _LEAST_SHARE:
+        raise ConfigError(
+            f"engine='vllm': only {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free on GPU "
+            f"{local_rank}. nvidia-smi lists who holds the rest; restart notebooks that have a model."
+        )
+    return {"gpu_memory_utilization": share}
+
 # %% ../../nbs/generation/05_vllm_engine.ipynb #b6310336
 # the only values vLLM accepts for max_lora_rank: vllm.config.lora.MaxLoRARanks
 _LORA_RANKS = [1, 8, 16, 32, 64, 128, 256, 320, 512]
@@ -74,6 +132,7 @@ def start_vllm(
     stop: tuple[str, ...],
 ) -> VLLMDecoder:
     "Start an engine on this rank's GPU, in its own process, which sees only that GPU."
+    share = _free_share(local_rank)  # before the numbers of the GPUs change
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpu = visible.split(",")[local_rank] if visible else str(local_rank)
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -91,18 +150,20 @@ def start_vllm(
         rank = min(rank for rank in _LORA_RANKS if rank >= adapter.config.lora_r)
         lora_settings = {"max_lora_rank": rank}
     dtypes = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=model,
-            revision=cfg.revision if model == cfg.model else None,
-            max_model_len=capacity,
-            max_num_seqs=rows,
-            enable_prefix_caching=True,
-            dtype=dtypes.get(cfg.dtype, "auto"),
-            enable_lora=adapter is not None,
-            **lora_settings,
+    with _outside_torchrun():
+        engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=model,
+                revision=cfg.revision if model == cfg.model else None,
+                max_model_len=capacity,
+                max_num_seqs=rows,
+                enable_prefix_caching=True,
+                dtype=dtypes.get(cfg.dtype, "auto"),
+                enable_lora=adapter is not None,
+                **share,
+                **lora_settings,
+            )
         )
-    )
     sampling = rules.sampling
 
     def make_params(request: Request) -> Any:

@@ -9,11 +9,11 @@ __all__ = ['share_out', 'Queue', 'decode']
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..distributed.weights import release_memory
 from .decoding import Answer, Request
+from ..run.failures import exhausted_memory
 
 # %% ../../nbs/generation/08_work_queue.ipynb #5ea5ebf0
 def share_out(requests: list[Request], ranks: int) -> list[list[Request]]:
@@ -51,8 +51,7 @@ class Queue:
 
 # %% ../../nbs/generation/08_work_queue.ipynb #2a339c72
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    texts = ("can't allocate memory", "out of memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
+    return exhausted_memory(type(error).__name__, str(error)) is not None
 
 
 def decode(

@@ -9,7 +9,8 @@ __all__ = ['NodeEndpoint', 'root_cause', 'Watchdog', 'process_count', 'main']
 from .outputs import keep_outputs
 from .restarts import Attempts
 from ..run.config import RunConfig
-from ..run.environment import outputs_folder
+from ..run.environment import outputs_folder, refuse_blind_torch
+from ..run.errors import ConfigError
 from ..run.descendants import end_descendants, guarded
 from ..run.failures import failure_of
 from ..run.payload import remove_packed
@@ -74,7 +75,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -86,6 +86,8 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ..run.device import accelerator, device_count, torch_here
 
 # %% ../../nbs/launcher/05_agent.ipynb #d603110d
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]
     """Return the failure to report.
 
     It has `rank`, `pid`, `exitcode`, and `type`, `text`, `clear`, `frames`, `traceback` of its
-    exception if there was one."""
+    exception if there was one, `pinned` if that was raised while host memory was pinned."""
     errors = {rank: error for rank in exit_codes if (error := read_error(run_dir.error_file(rank)))}
     # the agent's signal, and NCCL's after a peer is lost
     after = (-signal.SIGTERM, -signal.SIGABRT) if errors else (-signal.SIGTERM,)
@@ -253,6 +255,8 @@ def root_cause(run_dir: RunDir, exit_codes: dict[int, int], pids: dict[int, int]
             traceback=error["py_callstack"],
             time=error["time"],
         )
+        if error.get("pinned"):
+            failure["pinned"] = True
     return failure
 
 # %% ../../nbs/launcher/05_agent.ipynb #c1eec0dc
@@ -355,7 +359,19 @@ class Watchdog(threading.Thread):
 # %% ../../nbs/launcher/05_agent.ipynb #4a00d637
 def process_count(cfg: RunConfig) -> int:
     "Return how many ranks to start: `nproc`, or 1 for `single`, or one per GPU, or 2."
-    return cfg.nproc or (1 if cfg.strategy == "single" else torch.cuda.device_count() or 2)
+    return cfg.nproc or (1 if cfg.strategy == "single" else device_count() or 2)
+
+
+def _blind_failure(cfg: RunConfig) -> dict[str, Any] | None:
+    "Return the failure of a run whose torch doesn't see the machine's GPUs; None if it may start."
+    if accelerator() not in (None, "cuda"):
+        return None
+    try:
+        refuse_blind_torch(torch_here(), cfg.nproc or (1 if cfg.strategy == "single" else None))
+    except ConfigError as error:
+        said = {"type": type(error).__name__, "text": str(error), "clear": True}
+        return {"rank": 0, "pid": None, "exitcode": 1, **said}
+    return None
 
 
 def main() -> None:
@@ -369,6 +385,9 @@ def main() -> None:
     if NODE_VARIABLE in os.environ:
         sys.exit(_node(run_dir, json.loads(os.environ.pop(NODE_VARIABLE))))
     cfg = run_dir.config()
+    if failure := _blind_failure(cfg):
+        run_dir.update_status(state="failed", activity=None, failure=failure)
+        sys.exit(1)
     nproc = process_count(cfg)
     if (run_dir.path / GENERATION_FILE).exists():
         failure = _launch(run_dir, "multigpu_ft.generation", nproc, cfg.timeout_s)
@@ -394,7 +413,9 @@ def _node(run_dir: RunDir, endpoint: dict[str, Any]) -> int:
     endpoint = NodeEndpoint(**endpoint)
     node_dir = run_dir.of_node(endpoint.node_rank)
     cfg = node_dir.config()
-    failure = _launch(run_dir, "multigpu_ft.training", cfg.nproc, cfg.timeout_s, endpoint=endpoint)
+    failure = _blind_failure(cfg) or _launch(
+        run_dir, "multigpu_ft.training", cfg.nproc, cfg.timeout_s, endpoint=endpoint
+    )
     if failure and not failure.get("text"):
         # other nodes don't have this node's logs
         failure["text"] = str(failure_of(node_dir, failure))

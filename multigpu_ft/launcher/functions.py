@@ -288,11 +288,8 @@ def _pack_for_the_kernel(result: Any) -> bytes:
 
     class HostPickler(cloudpickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            if (
-                not getattr(value, "is_cuda", False)
-                or "torch" not in sys.modules
-                or not isinstance(value, sys.modules["torch"].Tensor)
-            ):
+            torch = sys.modules.get("torch")
+            if not torch or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
                 return super().reducer_override(value)
             moved = value.detach().cpu()
             return (

@@ -138,6 +138,7 @@ class _Failure(_Said):
     traceback: _text(300_000) | None = None
     frames: Annotated[list[dict[str, JsonValue]], Field(max_length=200)] | None = None
     clear: bool = False
+    pinned: bool = False
     lost: bool = False
     hang: float | None = None
     time: float | None = None

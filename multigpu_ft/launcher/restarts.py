@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..run.config import RunConfig
-from ..run.failures import failure_of
+from ..run.failures import exhausted_memory, failure_of
 from ..run.run_dir import LIVE_STATES, RunDir, clear_attempt, reset_status
 
 # %% ../../nbs/launcher/03_restarts.ipynb #1480c912
@@ -26,18 +26,19 @@ def smaller_micro_batch(cfg: RunConfig) -> RunConfig | None:
     )
 
 
-def _out_of_memory(failure: dict[str, Any]) -> bool:
-    text = failure.get("text", "").partition("The end of its log")[0]
-    phrases = ("out of memory", "can't allocate memory")
-    return failure.get("type") == "OutOfMemoryError" or any(phrase in text for phrase in phrases)
+def _exhausted(failure: dict[str, Any]) -> str | None:
+    "Return the memory whose lack is `failure`; None if it is another one or an error of ours."
+    if failure.get("clear"):
+        return None
+    text = (failure.get("text") or "").partition("The end of its log")[0]
+    return exhausted_memory(failure.get("type"), text, failure.get("pinned", False))
 
 
-def _advice(cfg: RunConfig, failure: dict[str, Any]) -> dict[str, Any]:
+def _with_advice(failure: dict[str, Any], memory: str, advice: str) -> dict[str, Any]:
+    "Return `failure` with a text that names what is lacking and the remedy."
     text = (
-        f"rank {failure['rank']} ran out of memory in step {failure.get('step')} with batch_size={cfg.batch_size}, "
-        "which can't be reduced further. "
-        f"Use activation_checkpointing='full', a max_length below {cfg.max_length}, strategy='fsdp', more GPUs, "
-        f"or a smaller model. The checkpoints keep what was trained."
+        f"rank {failure['rank']} ran out of {memory} in step {failure.get('step')} {advice} "
+        "The checkpoints keep what was trained."
     )
     return {
         "rank": failure["rank"],
@@ -46,6 +47,25 @@ def _advice(cfg: RunConfig, failure: dict[str, Any]) -> dict[str, Any]:
         "frames": failure.get("frames", []),
         "traceback": failure.get("traceback"),
     }
+
+
+def _as_small_as_can_be(cfg: RunConfig, failure: dict[str, Any]) -> dict[str, Any]:
+    return _with_advice(
+        failure,
+        "memory",
+        f"with batch_size={cfg.batch_size}, which can't be reduced further. "
+        f"Use activation_checkpointing='full', a max_length below {cfg.max_length}, strategy='fsdp', more GPUs, "
+        "or a smaller model.",
+    )
+
+
+def _lacks_host_memory(failure: dict[str, Any]) -> dict[str, Any]:
+    return _with_advice(
+        failure,
+        "host memory",
+        f"({failure.get('text', '').partition(chr(10))[0]}). A smaller batch_size would not help: "
+        "lower nproc, end other programs on this machine, or use one with more memory.",
+    )
 
 # %% ../../nbs/launcher/03_restarts.ipynb #6076a79c
 class Attempts:
@@ -62,8 +82,11 @@ class Attempts:
         """Return whether to restart the run after `failure`.
 
         If not, mark it in status.json as failed, with the reason."""
-        cfg = self.cfg
-        if _out_of_memory(failure):
+        cfg, memory = self.cfg, _exhausted(failure)
+        on_gpu = self._run_dir.status().get("device") != "cpu"
+        if memory == "host" and on_gpu:  # where no activations are
+            failure, memory = _lacks_host_memory(failure), None
+        if memory:
             if smaller := smaller_micro_batch(cfg):
                 self._run_dir.write_config(smaller)
                 self.cfg = smaller
@@ -73,7 +96,7 @@ class Attempts:
                     f"accum_steps {cfg.accum_steps} -> {smaller.accum_steps}"
                 )
                 return True
-            failure = _advice(cfg, failure)
+            failure = _as_small_as_can_be(cfg, failure)
         elif (
             self._restarts < cfg.max_restarts
             and not failure.get("clear")
@@ -150,6 +173,7 @@ def cause(failures: list[dict[str, Any]]) -> dict[str, Any]:
         broke = (
             "type" in failure
             and not failure.get("clear")
+            and not _exhausted(failure)
             and any(word in failure.get("text", "") for word in _BROKEN)
         )
         return 3 * broke, failure.get("time", 0)

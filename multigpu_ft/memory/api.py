@@ -9,7 +9,7 @@ __all__ = ['gpus_here', 'Machine', 'Estimate', 'estimate', 'too_slow_here', 'pla
 import base64
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,14 @@ from ..run.config import BUILTIN_MODEL, RunConfig, refuse_other_than_config
 from multigpu_ft.run.environment import (
     LONGEST_SESSION,
     GPU,
+    Device,
     default_run_root,
     find_gpu,
     has_bf16,
+    held_mib,
+    held_note,
     how_to_get_gpus,
+    measured_overhead,
     platform,
     session_hours,
     visible_gpus,
@@ -51,9 +55,14 @@ from ..run.numbers import age
 
 # %% ../../nbs/memory/06_api.ipynb #3fe57004
 def gpus_here() -> list[GPU]:
-    "Return the GPUs that a run on this machine would use."
+    "Return the GPUs that a run on this machine would use, with what other processes hold there."
+    return _as_kinds(visible_gpus())
+
+
+def _as_kinds(devices: list[Device]) -> list[GPU]:
+    "Return the kinds of `devices`, with the memory that is there."
     found = []
-    for device in visible_gpus():
+    for device in devices:
         total = device.memory / 2**20
         # torch sees a little less than nvidia-smi
         seen = total * 0.98
@@ -62,9 +71,9 @@ def gpus_here() -> list[GPU]:
         except ConfigError:
             known = find_gpu(device.name, seen or 8192 * 0.98)
         # of one name there are several sizes
-        if total and abs(total - known.memory_mib) >= 0.1 * total:
+        if total and (device.profile or abs(total - known.memory_mib) >= 0.1 * total):
             known = find_gpu(device.name, seen)
-        found.append(known)
+        found.append(replace(known, held_mib=held_mib(device)))
     return found
 
 
@@ -76,6 +85,7 @@ class Machine:
     gpus: int  # of all nodes
     is_here: bool
     is_assumed: bool = False  # nobody named these GPUs, and there are none here
+    held: str | None = None  # what other processes hold, and how to free it
 
     def __str__(self) -> str:
         return f"{self.gpus} x {self.gpu.name}"
@@ -90,18 +100,24 @@ def _machine(cfg: RunConfig, gpus: int | None, gpu_memory_gib: str | float | Non
     is_count = isinstance(gpus, int) and not isinstance(gpus, bool)
     if gpus is not None and not (is_count and 1 <= gpus <= 4096):
         raise ConfigError(f"gpus={gpus!r} is not a number of GPUs; use a whole number from 1.")
-    here = gpus_here() if gpu_memory_gib is None else []
-    if here:
-        gpu = min(here, key=lambda g: g.memory_mib)
-    else:
-        gpu = find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)
+    devices = visible_gpus() if gpu_memory_gib is None else []
+    here = _as_kinds(devices)
     on_a_node = 1 if cfg.strategy == "single" else len(here) or 2
     count = gpus or (cfg.nproc or on_a_node) * cfg.nnodes
+    # a run takes the first ones
+    used = -(-count // cfg.nnodes)
+    if here:
+        gpu = min(here[:used], key=lambda g: g.free_mib)
+    else:
+        gpu = find_gpu("T4" if gpu_memory_gib is None else gpu_memory_gib)
+    if here:
+        gpu = replace(gpu, measured_mib=measured_overhead(gpu.name, count))
     if count % cfg.nnodes:
         raise ConfigError(
             f"gpus={count} cannot be shared out evenly over nnodes={cfg.nnodes}; name a multiple."
         )
-    return Machine(gpu, count, bool(here), not here and gpu_memory_gib is None)
+    is_assumed = not here and gpu_memory_gib is None
+    return Machine(gpu, count, bool(here), is_assumed, held_note(devices[:used]))
 
 # %% ../../nbs/memory/06_api.ipynb #93450666
 _GIB = 2**30
@@ -269,6 +285,8 @@ def _time(hours: float) -> str:
 
 def _line(found: Estimate) -> str:
     size = f"{found.peak_gib:.1f} of {found.limit_gib:.1f} GiB"
+    if found.gpu.held_mib:
+        size += f" that are free of {found.gpu.memory_mib / 1024:.1f}"
     time = f"; at most {_time(found.hours)}" if found.hours else ""
     if found.note:
         verdict = found.verdict[0].upper() + found.verdict[1:]
@@ -277,7 +295,7 @@ def _line(found: Estimate) -> str:
 
 
 def _remarks(found: Estimate) -> list[str]:
-    said = [*_host_remarks(found)]
+    said = [*filter(None, [found.machine.held]), *_host_remarks(found)]
     sessions = LONGEST_SESSION if platform() != "other" else None
     hours = found.config.max_hours or session_hours() or sessions
     if found.hours and hours and found.hours > hours:
@@ -299,7 +317,8 @@ def _assumptions(found: Estimate) -> list[str]:
     said = [
         f"every micro-batch is as large as it can be: {cfg.batch_size} rows of "
         f"{cfg.max_length:,} tokens, {fit.found['packing']}",
-        f"CUDA's context, kernels and NCCL take {fit.context / 2**20:,.0f} MiB; "
+        f"overhead, uncertain: {fit.context / 2**20:,.0f} MiB besides the tensors, of which "
+        + "; ".join(map(str, found.gpu.overhead(found.gpus))),
         "the caching allocator takes what it would for these requests",
         "a rank takes 1.9 GiB of the host's memory before the model, "
         "and rank 0 reads all of it (frozen weights in the compute dtype, else fp32)",
@@ -360,6 +379,8 @@ def _record(found: Estimate) -> dict[str, Any]:
         "fits": found.fits,
         "peak_gib": round(found.peak_gib, 3),
         "limit_gib": round(found.limit_gib, 3),
+        "held_gib": round(found.gpu.held_mib / 1024, 3),
+        "overhead_mib": {p.name: round(p.mib, 1) for p in found.gpu.overhead(found.gpus)},
         "moment": found.moment,
         "gpu": found.gpu.name,
         "gpus": found.gpus,
@@ -594,13 +615,17 @@ def plan_memory(cfg: RunConfig, force: bool = False) -> tuple[dict[str, Any], li
                 ),
                 "",
             )
+            held = f" {machine.held}" if machine.held else ""
             raise ConfigError(
-                f"{found.line}{nearest} launch(cfg, force=True), in a "
+                f"{found.line}{held}{nearest} launch(cfg, force=True), in a "
                 "terminal --force, or memory_check='warn' starts it all the same."
             )
     plan = {
         "gpu": machine.gpu.name,
         "memory_mib": machine.gpu.memory_mib,
+        "held_mib": machine.gpu.held_mib,
+        # once a rank has its context
+        "free_mib": machine.gpu.free_mib - found.simulation.context / 2**20,
         "gpus": machine.gpus,
         "line": found.line,
         "peak_gib": round(found.peak_gib, 3),
@@ -609,6 +634,8 @@ def plan_memory(cfg: RunConfig, force: bool = False) -> tuple[dict[str, Any], li
             name: getattr(found.decided, name) for name in ("strategy", "activation_checkpointing")
         },
     }
+    held = [machine.held] if machine.held else []
     if found.verdict == FITS:
-        return plan, []
-    return plan, [found.line, *([_if_it_does_not_fit(found.simulation)] if found.fits else [])]
+        return plan, held
+    milder = [_if_it_does_not_fit(found.simulation)] if found.fits else []
+    return plan, [found.line, *held, *milder]

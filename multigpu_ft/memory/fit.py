@@ -241,7 +241,7 @@ class Fit:
 
     @property
     def limit(self) -> float:
-        return self.gpu.memory_mib * 2**20
+        return self.gpu.free_mib * 2**20
 
     @property
     def used(self) -> float:
@@ -356,7 +356,7 @@ def decide(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
         if cfg.activation_checkpointing == "auto"
         else cfg.activation_checkpointing
     )
-    if _guess(ask, least, gpu, gpus).peak < _HOPELESS * gpu.memory_mib * 2**20:
+    if _guess(ask, least, gpu, gpus).peak < _HOPELESS * gpu.free_mib * 2**20:
         found = _checkpointed(ask, replicated, gpu, gpus)
         if found.fits:
             return found

@@ -182,6 +182,13 @@ class _AttentionOnGPU(TorchFunctionMode):
 
 # %% ../../nbs/memory/03_simulation.ipynb #bab6d462
 _OF_FLOPS, _OF_BANDWIDTH, _STARTING_S = 0.5, 0.75, 6e-6
+_NOT_IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
+
+
+def _multiplied(packet: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    "Return the first factor of a product; that of `addmm` follows what the product is added to."
+    first = 1 if packet in (torch.ops.aten.addmm, torch.ops.aten.addmm_) else 0
+    return next(t for t in args[first:] if isinstance(t, torch.Tensor))
 
 
 class _Clock:
@@ -202,7 +209,8 @@ class _Clock:
         if func.namespace in ("c10d", "_c10d_functional"):
             self.send(moved / 2 if "scatter" in func.name() or "gather" in func.name() else moved)
             return
-        count = flop_registry.get(func._overloadpacket)
+        packet = func._overloadpacket
+        count = flop_registry.get(_NOT_IN_PLACE.get(packet, packet))
         flops = count(*args, **kwargs, out_val=result) if count else 0
         speed = self._gpu.flops
         if func.name().startswith("bitsandbytes::") and "mm" in func.name():
@@ -215,7 +223,7 @@ class _Clock:
                     else args[2].shape[0]
                 )
             )
-        elif flops and next(t for t in args if isinstance(t, torch.Tensor)).dtype == torch.float32:
+        elif flops and _multiplied(packet, args).dtype == torch.float32:
             speed /= 8
         self.computing += max(
             flops / (_OF_FLOPS * speed), moved / (_OF_BANDWIDTH * self._gpu.bandwidth), _STARTING_S
@@ -333,7 +341,7 @@ def _simulate(
         stack.enter_context(setup.tracker)
         strategy = STRATEGIES[cfg.strategy](cfg, setup.world)
         strategy.tracker = setup.tracker
-        strategy.free = (gpu.memory_mib - gpu.context_mib(gpus)) * 2**20
+        strategy.free = (gpu.free_mib - gpu.context_mib(gpus)) * 2**20
         every = _load(cfg, strategy, setup)
         micro_batches = _run_steps(cfg, strategy, setup)
         _save(strategy, setup.tracker)

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     OPTConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -29,8 +30,9 @@ from transformers import (
 )
 
 from ..data.sources import builtin_corpus, cache_dir
-from .quantization import make_quantization_config
+from .quantization import make_quantization_config, pack_on
 from ..run.config import BUILTIN_MODEL, RunConfig
+from ..run.device import is_accelerator
 from ..run.errors import ModelError
 
 # %% ../../nbs/models/02_loading.ipynb #43cfa8a0
@@ -255,6 +257,22 @@ def _quantized_builtin(cfg: RunConfig, settings: dict[str, Any]) -> nn.Module:
         return model_class(cfg).from_pretrained(folder, trust_remote_code=False, **settings)
 
 
+def _left_whole(shell: nn.Module, has_labels: bool) -> list[str]:
+    "Return the names of the modules at the end of `shell`, which are never quantized."
+    output = shell.get_output_embeddings()
+    whole = [name for name, module in shell.named_modules() if module is output]
+    return whole + (head_modules(shell) if has_labels else [])
+
+
+def _quantized(
+    how: BitsAndBytesConfig, device: torch.device, packer: torch.device | None
+) -> dict[str, Any]:
+    "Return transformers' settings for a model on `device`, packed on `packer` where that is faster."
+    if how.load_in_4bit and device.type == "cpu" and packer and is_accelerator(packer):
+        how = pack_on(how, packer)
+    return {"quantization_config": how, "device_map": {"": device}}
+
+
 def load_model(
     cfg: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -262,12 +280,13 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     quantization: str = "none",
     device: torch.device | None = None,
+    packer: torch.device | None = None,
 ) -> nn.Module:
     """Load the model of `cfg` with its weights, in training mode.
 
-    It is on the CPU, or on `device` if `quantization` is `8bit` or `4bit`. Weights have dtype
-    `dtype`; a new head is random, with seed `cfg.seed`. Raises `ModelError`, also if the model's
-    own head has other labels."""
+    It is on the CPU, or on `device` if `quantization` is `8bit` or `4bit`; 4-bit weights for the CPU
+    are packed on the accelerator `packer`, if there is one. Weights have dtype `dtype`; a new head is
+    random, with seed `cfg.seed`. Raises `ModelError`, also if the model's own head has other labels."""
     shell = load_shell(cfg, tokenizer, label_names)
     torch.manual_seed(cfg.seed)
     attention = cfg.attn_implementation
@@ -281,14 +300,10 @@ def load_model(
         "attn_implementation": attention,
         "config": shell.config,
     }
-    output = shell.get_output_embeddings()
-    whole = [name for name, module in shell.named_modules() if module is output]
-    whole += head_modules(shell) if label_names else []
     if quantization != "none":
-        settings |= {
-            "quantization_config": make_quantization_config(quantization, dtype, whole),
-            "device_map": {"": device or torch.device("cpu")},
-        }
+        whole = _left_whole(shell, bool(label_names))
+        place = device or torch.device("cpu")
+        settings |= _quantized(make_quantization_config(quantization, dtype, whole), place, packer)
     # Otherwise transformers sends the name of a model with .bin files, even a private one, to a conversion service.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     try:

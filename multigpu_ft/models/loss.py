@@ -12,17 +12,34 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from .lora import without_adapter
 
 # %% ../../nbs/models/05_loss.ipynb #83935f8b
 _CPU_CHUNK = 256  # tokens; a chunk's logits should stay in the cache
 _GPU_CHUNK_BYTES = 2**28  # of fp32 logits: large enough for full speed, small compared with a model
+_PRODUCT_BYTES = 2**24  # of a block's product in fp32
 _FP16_GAIN = 32.0
 
 
 def _chunk_rows(kind: str, vocabulary: int) -> int:
     return _CPU_CHUNK if kind == "cpu" else max(_CPU_CHUNK, _GPU_CHUNK_BYTES // (4 * vocabulary))
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, kind: str) -> None:
+    "Add `left @ right`, of any dtype, to `total` in fp32, without a temporary of its size."
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif kind == "cuda" and total.device.type == kind:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif kind == "cuda":
+        # fake tensors on a CPU: torch 2.10 has no fake of the line above, and this takes as much
+        total.addmm_(left, right)
+    else:
+        rows = max(_CPU_CHUNK, _PRODUCT_BYTES // (4 * total.shape[1]))
+        for start in range(0, len(total), rows):
+            total[start : start + rows].add_(left[start : start + rows] @ right)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -52,12 +69,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             grad_hidden[chunk] = (grad @ weight).float().mul_(scale / gain)
             if needs_weight:
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad.T, inputs)
-                elif kind == "cuda":
-                    grad_weight.add_(torch.mm(grad.T, inputs, out_dtype=torch.float32))
-                else:
-                    grad_weight.add_(grad.T @ inputs)
+                _add_product(grad_weight, grad.T, inputs, kind)
         if needs_weight:
             grad_weight = grad_weight.mul_(scale / gain).to(weight.dtype)
         if needs_bias:
@@ -130,6 +142,9 @@ def chunked_cross_entropy(
     return losses.sum() * scale, losses.detach()
 
 # %% ../../nbs/models/05_loss.ipynb #fbfdebd0
+_ALIGNMENT = 8  # elements; torch copies a mask for the memory-efficient kernel unless its rows begin at multiples of it
+
+
 def block_diagonal_mask(documents: torch.Tensor) -> torch.Tensor:
     """Return a mask, `bool[rows, 1, length, length]`: which token sees which.
 
@@ -137,6 +152,22 @@ def block_diagonal_mask(documents: torch.Tensor) -> torch.Tensor:
     length = documents.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
     return (documents[:, None, :, None] == documents[:, None, None, :]) & causal
+
+
+def _added_mask(documents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    "Return `block_diagonal_mask` in the form that is added to attention's scores."
+    seen = block_diagonal_mask(documents)
+    length = seen.shape[-1]
+    aligned = -(-length // _ALIGNMENT) * _ALIGNMENT
+    mask = torch.zeros((*seen.shape[:-1], aligned), dtype=dtype, device=seen.device)[..., :length]
+    return mask.masked_fill_(seen.logical_not_(), torch.finfo(dtype).min)
+
+
+def _dtype_of_queries(model: PreTrainedModel, device: torch.device) -> torch.dtype:
+    "Return the dtype that attention computes in."
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return model.dtype
 
 
 class LossModel(nn.Module):
@@ -161,10 +192,9 @@ class LossModel(nn.Module):
         "Compute the loss of a micro-batch of `collate`, as `chunked_cross_entropy` returns it."
         causal_lm = without_adapter(self.model)
         if documents is not None:
-            attention_mask = block_diagonal_mask(documents)
-            # eager attention adds the mask to the scores
-            if causal_lm.config._attn_implementation == "eager":
-                attention_mask = torch.where(attention_mask, 0.0, torch.finfo(causal_lm.dtype).min)
+            attention_mask = _added_mask(
+                documents, _dtype_of_queries(causal_lm.base_model, documents.device)
+            )
         inputs: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

@@ -5,16 +5,22 @@
 # %% auto #0
 __all__ = ['KAGGLE_OUTPUTS', 'KAGGLE_SCRATCH', 'COLAB_SCRATCH', 'COLAB_DRIVE', 'LONGEST_SESSION', 'GPUS', 'platform',
            'default_run_root', 'outputs_folder', 'session_hours', 'quota_note', 'how_to_get_gpus', 'session_end',
-           'has_bf16', 'GPU', 'find_gpu', 'Device', 'installed_gpus', 'visible_among', 'visible_gpus']
+           'has_bf16', 'Overhead', 'GPU', 'measured_overhead', 'remember_overhead', 'find_gpu', 'Device',
+           'installed_gpus', 'visible_among', 'visible_gpus', 'held_mib', 'held_note', 'blind_torch', 'about_torch',
+           'sees_other_gpus', 'refuse_blind_torch']
 
 # %% ../../nbs/run/02_environment.ipynb #5ee3460f
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -91,14 +97,70 @@ def session_end() -> float | None:
     hours = session_hours()
     return None if hours is None else time.time() + hours * 3600 - 180
 
-# %% ../../nbs/run/02_environment.ipynb #e64e5a41
+# %% ../../nbs/run/02_environment.ipynb #a625082a
 def has_bf16(capability: tuple[int, int]) -> bool:
     """Return whether a GPU of this compute capability computes in bf16.
 
     GPUs before 8.0 emulate it, although torch's `is_bf16_supported()` returns True."""
     return capability >= (8, 0)
 
+# %% ../../nbs/run/02_environment.ipynb #792657a0
+_NVLINK = 100e9  # bytes per second; slower links are PCIe, or bridges with few lanes
+_MIB = 2**20
 
+
+@dataclass(frozen=True)
+class Overhead:
+    "Part of what a process holds on a GPU besides its tensors, with the source of the number."
+
+    name: str
+    mib: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.mib:,.0f} MiB ({self.source})"
+
+
+def _context(capability: tuple[int, int]) -> Overhead:
+    # bare, about 300 MiB: https://github.com/pytorch/pytorch/issues/107667
+    mib = 320
+    if capability >= (8, 0):
+        mib = 450
+    if capability >= (9, 0):
+        mib = 550
+    return Overhead("CUDA context and kernels", mib, "assumed, on the high side")
+
+
+def _cublas(capability: tuple[int, int]) -> Overhead:
+    "torch's `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp, for two threads."
+    chosen = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    pairs = re.findall(r":(\d+):(\d+)", chosen)
+    kib = sum(int(size) * int(count) for size, count in pairs)
+    source = "CUBLAS_WORKSPACE_CONFIG" if pairs else "torch's default"
+    if not pairs:
+        kib = 8 * 4096 if capability[0] in (9, 10, 12) else 2 * 4096 + 8 * 16
+    # forward and backward run in different threads, and each has a handle of its own
+    return Overhead("cuBLAS workspaces", 2 * kib / 1024, f"{source}, in two threads")
+
+
+def _nccl(link: float, gpus: int) -> Overhead:
+    if link >= _NVLINK:
+        # 4 x A100: https://github.com/NVIDIA/nccl/issues/964
+        return Overhead("NCCL", 544 if gpus == 2 else 688, "measured by others on A100s, NVLink")
+    return Overhead("NCCL", 200, "assumed, over PCIe")
+
+
+def _nvls(capability: tuple[int, int], gpus: int) -> list[Overhead]:
+    "NCCL's `ncclNvlsBufferSetup` in transport/nvls.cc: 8 steps of a chunk, to and from each GPU."
+    if os.environ.get("NCCL_NVLS_ENABLE") == "0":
+        return []
+    chunk = os.environ.get("NCCL_NVLS_CHUNKSIZE", "")
+    step = int(chunk) if chunk.isdecimal() else 128 * 1024
+    channels = 16 if capability < (10, 0) else 32
+    of_a_gpu = channels * 2 * 8 * step / _MIB
+    return [Overhead("NCCL's NVLS buffers", of_a_gpu * min(gpus, 8), "NCCL's defaults")]
+
+# %% ../../nbs/run/02_environment.ipynb #e64e5a41
 @dataclass(frozen=True)
 class GPU:
     "A kind of GPU. Speeds are in operations and bytes per second; 0 is unknown."
@@ -109,18 +171,34 @@ class GPU:
     flops: float = 0.0
     bandwidth: float = 0.0
     link: float = 0.0
+    held_mib: float = 0.0  # by other processes
+    measured_mib: float = 0.0  # what a rank of an earlier run held besides its tensors
 
     @property
     def dtype(self) -> str:
         "The dtype that `dtype='auto'` stands for."
         return "bf16" if has_bf16(self.capability) else "fp16"
 
-    def context_mib(self, gpus: int) -> float:
-        """Return the memory a process takes before its first tensor.
+    @property
+    def free_mib(self) -> float:
+        "The memory that other processes leave."
+        return max(0.0, self.memory_mib - self.held_mib)
 
-        It holds CUDA's context with the kernels of torch, cuBLAS and bitsandbytes, and NCCL's
-        channels with several `gpus`. This is an assumption, on the high side."""
-        return (450 if self.capability >= (8, 0) else 320) + (0 if gpus == 1 else 200)
+    def overhead(self, gpus: int) -> tuple[Overhead, ...]:
+        "Return what a process on one of `gpus` holds there besides its tensors."
+        if self.measured_mib:
+            name, source = "CUDA context, kernels and NCCL", "measured by a run on this machine"
+            return Overhead(name, self.measured_mib, source), _cublas(self.capability)
+        parts = [_context(self.capability), _cublas(self.capability)]
+        if gpus > 1:
+            parts.append(_nccl(self.link, gpus))
+        if self.capability >= (9, 0) and self.link >= _NVLINK and gpus > 2:
+            parts += _nvls(self.capability, gpus)
+        return tuple(parts)
+
+    def context_mib(self, gpus: int) -> float:
+        "Return the sum of `overhead`."
+        return sum(part.mib for part in self.overhead(gpus))
 
 
 GPUS = tuple(
@@ -145,6 +223,37 @@ GPUS = tuple(
     )
 )
 
+# %% ../../nbs/run/02_environment.ipynb #a874b87a
+def _overheads() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "multigpu_ft" / "overheads.json"
+
+
+def _read_overheads() -> dict[str, float]:
+    try:
+        found = json.loads(_overheads().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def measured_overhead(name: str, gpus: int) -> float:
+    "Return the MiB that a rank on one of `gpus` GPUs of this name held besides tensors; 0 if unknown."
+    mib = _read_overheads().get(f"{gpus} x {name}", 0.0)
+    return float(mib) if isinstance(mib, int | float) else 0.0
+
+
+def remember_overhead(name: str, gpus: int, mib: float) -> None:
+    "Keep a measurement for later estimates on this machine. The highest one counts."
+    known = _read_overheads()
+    # a multiple, so that equal runs look alike
+    known[f"{gpus} x {name}"] = max(measured_overhead(name, gpus), -(-mib // 16) * 16)
+    with suppress(OSError):  # a full disk, or a home that may not be written
+        _overheads().parent.mkdir(parents=True, exist_ok=True)
+        partial = _overheads().with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(known))
+        partial.replace(_overheads())
+
 # %% ../../nbs/run/02_environment.ipynb #242f2b15
 def _is_called(known: str, wanted: str) -> bool:
     "Return whether the words of the name `known` are in `wanted`, in the same order."
@@ -152,11 +261,37 @@ def _is_called(known: str, wanted: str) -> bool:
     return bool(re.search(rf"(?<![a-z0-9]){'.*'.join(words)}(?!\d)", wanted.lower()))
 
 
+_PROFILE = re.compile(r"(?:(\d+)c\.)?(\d+)g\.(\d+)gb")
+
+
+def _slice_bytes(profile: str) -> float:
+    "Return the memory of a MIG slice by its profile, such as `1g.10gb`; 0 if it has another form."
+    parsed = _PROFILE.match(profile)
+    # a part is the driver's: 1g.10gb has 9,728 MiB
+    return 0.95 * int(parsed[3]) * 2**30 if parsed else 0.0
+
+
+def _slice_of(gpu: GPU, profile: str, memory_mib: float | None) -> GPU:
+    "Return the slice `profile` of the kind `gpu`, with its share of the speed and no link."
+    memory = memory_mib or _slice_bytes(profile) / _MIB or gpu.memory_mib
+    known = next((one for one in GPUS if one.name == gpu.name), gpu)
+    parsed = _PROFILE.match(profile)
+    share = int(parsed[1] or parsed[2]) / 7 if parsed else 1.0
+    return replace(
+        gpu,
+        name=f"{gpu.name} MIG {profile}",
+        memory_mib=memory,
+        flops=gpu.flops * share,
+        bandwidth=gpu.bandwidth * min(1.0, memory / known.memory_mib),
+        link=0.0,
+    )
+
+
 def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
     """Return the GPU named `wanted`, or a GPU with that many GiB.
 
-    Several spellings of a name are known: `T4`, `Tesla T4`, `NVIDIA H100 80GB HBM3`. `memory_mib`
-    is the memory of an installed GPU. Raises `ConfigError` for an unknown name."""
+    Several spellings of a name are known: `T4`, `Tesla T4`, `NVIDIA H100 80GB HBM3`, and a slice
+    is `A100 MIG 1g.10gb`. `memory_mib` is the memory of an installed GPU. Raises `ConfigError` for an unknown name."""
     number = re.fullmatch(r"\s*(\d+(\.\d+)?)\s*(gi?b)?\s*", str(wanted).lower())
     if number:
         if not 0 < float(number[1]) <= 10_000:
@@ -165,6 +300,9 @@ def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
                 "give GiB, such as 14.75, or a name, such as 'T4'."
             )
         return GPU(f"{float(number[1]):g} GiB", float(number[1]) * 1024)
+    whole, is_slice, profile = str(wanted).partition(" MIG ")
+    if is_slice:
+        return _slice_of(find_gpu(whole, memory_mib), profile, memory_mib)
     longest_first = sorted(GPUS, key=lambda gpu: -len(gpu.name))
     found = next((gpu for gpu in longest_first if _is_called(gpu.name, str(wanted))), None)
     if found is None and memory_mib:
@@ -178,13 +316,16 @@ def find_gpu(wanted: str | float, memory_mib: float | None = None) -> GPU:
         found = replace(found, memory_mib=memory_mib)
     return found
 
-# %% ../../nbs/run/02_environment.ipynb #7ea87cc2
+# %% ../../nbs/run/02_environment.ipynb #ff67f5b4
 _QUERY, _ANSWER_S = "index,uuid,name,memory.total,memory.used,driver_version,compute_cap", 20
 
 
 @dataclass(frozen=True)
 class Device:
-    "A GPU of this machine. `memory` and `used` are in bytes, 0 if unknown."
+    """A GPU of this machine, or a MIG slice of one.
+
+    `memory` and `used` are in bytes, 0 if unknown; an unknown `uuid`, `driver` or `capability` is
+    empty. `slices` are those of a GPU in MIG mode; `profile` is a slice's, such as `1g.10gb`."""
 
     index: int
     uuid: str
@@ -193,26 +334,49 @@ class Device:
     used: float
     driver: str
     capability: str
+    slices: tuple["Device", ...] = ()
+    profile: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.memory / 1e9:.0f} GB"
+        return f"{self.name}, {self.memory / 1e9:.0f} GB" if self.memory else self.name
 
 
-def installed_gpus() -> list[Device]:
-    "Return all NVIDIA GPUs of the machine. Raises `RuntimeError` if nvidia-smi fails."
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+_silent: dict[str | None, float] = {}  # nvidia-smi's path, and the time of a call it didn't answer
+_SILENT_S = 60.0
+
+
+def _ask(arguments: list[str], seconds: float) -> str:
+    "Return what nvidia-smi prints. Raises `RuntimeError` if it fails, `FileNotFoundError` if missing."
+    path = shutil.which("nvidia-smi")
+    if path in _silent and time.monotonic() - _silent[path] < _SILENT_S:
+        raise RuntimeError("nvidia-smi does not answer")
+    command = ["nvidia-smi", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except FileNotFoundError:
-        return []
+        raise
     except OSError as error:
         raise RuntimeError(f"nvidia-smi can't be started: {error.strerror}") from None
     except subprocess.TimeoutExpired:
+        # a slow driver isn't a hanging one, and a later call may have more time
+        if seconds >= _ANSWER_S:
+            _silent[path] = time.monotonic()
         raise RuntimeError("nvidia-smi does not answer") from None
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines()
         raise RuntimeError(f"nvidia-smi fails: {said[0] if said else done.returncode}")
-    return [_device(line) for line in done.stdout.strip().splitlines()]
+    return done.stdout
+
+
+def installed_gpus(seconds: float | None = None) -> list[Device]:
+    """Return all NVIDIA GPUs of the machine. Raises `RuntimeError` if nvidia-smi fails, or doesn't
+    answer within `seconds`."""
+    limit = _ANSWER_S if seconds is None else seconds
+    try:
+        said = _ask([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], limit)
+    except FileNotFoundError:
+        return []
+    return _with_slices([_device(line) for line in said.strip().splitlines()], limit)
 
 
 def _device(line: str) -> Device:
@@ -220,20 +384,109 @@ def _device(line: str) -> Device:
     if len(words) != len(_QUERY.split(",")) or not words[0].isdecimal():
         raise RuntimeError(f"nvidia-smi printed {line!r} instead of a GPU")
     index, uuid, name, memory, used, driver, capability = words
-    return Device(int(index), uuid, name, _bytes(memory), _bytes(used), driver, capability)
+    return Device(
+        int(index),
+        uuid if _is_known(uuid) else "",
+        name if _is_known(name) else "GPU of unknown kind",
+        _bytes(memory),
+        _bytes(used),
+        driver if _is_known(driver) else "",
+        capability if re.fullmatch(r"\d+\.\d+", capability) else "",
+    )
+
+
+def _is_known(word: str) -> bool:
+    "Return whether nvidia-smi printed a value, rather than [N/A], [Not Supported] or nothing."
+    return not re.fullmatch(r"\[.*\]|N/A|", word)
 
 
 def _bytes(mib: str) -> float:
-    return float(mib) * 2**20 if mib.replace(".", "").isdecimal() else 0.0  # a MIG part has [N/A]
+    return float(mib) * 2**20 if re.fullmatch(r"\d+(\.\d+)?", mib) else 0.0
+
+# %% ../../nbs/run/02_environment.ipynb #bdbe3003
+_GPU_LINE = re.compile(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)")
+_SLICE_LINE = re.compile(r"\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
 
 
+def _with_slices(devices: list[Device], seconds: float) -> list[Device]:
+    "Return `devices` with their MIG slices."
+    if not any(map(_may_be_sliced, devices)):
+        return devices
+    try:
+        listed = _listed_slices(_ask(["-L"], seconds))
+        sizes = _slice_sizes(_ask(["-q"], seconds)) if listed else {}
+    except (RuntimeError, FileNotFoundError):
+        return devices
+    return [
+        replace(gpu, slices=tuple(_slice(gpu, sizes, *one) for one in listed.get(gpu.uuid, ())))
+        for gpu in devices
+    ]
+
+
+def _may_be_sliced(gpu: Device) -> bool:
+    "Return whether GPUs of this compute capability have MIG: A100 and A30, Hopper, Blackwell."
+    try:
+        return gpu.capability == "8.0" or float(gpu.capability) >= 9
+    except ValueError:  # [N/A]
+        return True
+
+
+def _listed_slices(said: str) -> dict[str, list[tuple[str, int, str]]]:
+    "Return profile, number and UUID of the slices of each GPU, from `nvidia-smi -L`."
+    found: dict[str, list[tuple[str, int, str]]] = {}
+    gpu = ""
+    for line in said.splitlines():
+        if heading := _GPU_LINE.match(line):
+            gpu = heading[1]
+        elif one := _SLICE_LINE.match(line):
+            found.setdefault(gpu, []).append((one[1], int(one[2]), one[3]))
+    return found
+
+
+def _slice_sizes(said: str) -> dict[tuple[str, int], tuple[float, float]]:
+    "Return the total and used bytes of the slices, by GPU and number, from `nvidia-smi -q`."
+    found = {}
+    for gpu in re.split(r"^GPU [0-9A-Fa-f]+:", said, flags=re.M)[1:]:
+        uuid = re.search(r"GPU UUID\s*: (\S+)", gpu)
+        for one in re.split(r"^\s+MIG Device\s*$", gpu, flags=re.M)[1:]:
+            number = re.match(r"\s*Index\s*: (\d+)", one)
+            memory = one.partition("FB Memory Usage")[2].partition("BAR1")[0]
+            sizes = [re.search(rf"{name}\s*: (\d+) MiB", memory) for name in ("Total", "Used")]
+            if uuid and number and all(sizes):
+                found[uuid[1], int(number[1])] = tuple(_bytes(size[1]) for size in sizes)
+    return found
+
+
+def _slice(
+    gpu: Device,
+    sizes: dict[tuple[str, int], tuple[float, float]],
+    profile: str,
+    number: int,
+    uuid: str,
+) -> Device:
+    "Return the slice of `gpu`. Its size is in its name, if nvidia-smi doesn't know it better."
+    name = f"{gpu.name} MIG {profile}"
+    named = _slice_bytes(profile)
+    total, used = sizes.get((gpu.uuid, number), (0.0, 0.0))
+    # the number after the last slice may be the whole GPU's
+    if not total or (named and total > 1.25 * named):
+        total, used = named, 0.0
+    return Device(gpu.index, uuid, name, total, used, gpu.driver, gpu.capability, (), profile)
+
+# %% ../../nbs/run/02_environment.ipynb #73c06076
 def visible_among(devices: list[Device]) -> list[Device]:
-    "Return the `devices` that `CUDA_VISIBLE_DEVICES` names, in its order."
+    """Return the `devices` that `CUDA_VISIBLE_DEVICES` names, in its order.
+
+    A process sees one MIG slice only, and no other GPU beside it."""
     words = os.environ.get("CUDA_VISIBLE_DEVICES")
     if words is None:
-        return devices
-    if words.startswith("MIG-"):  # parts of GPUs, whose names don't say which GPU
-        return devices[: len(words.split(","))]
+        return _seen(devices)
+    if words.startswith("MIG-"):
+        slices = [one for gpu in devices for one in gpu.slices]
+        first = words.split(",")[0].strip()
+        named = [one for one in slices if one.uuid.startswith(first)]
+        # nvidia-smi may not list slices, and then their GPU isn't known either
+        return named[:1] if slices else devices[:1]
     chosen: list[Device] = []
     for word in map(str.strip, words.split(",")):
         is_uuid = word.startswith("GPU-")
@@ -245,7 +498,12 @@ def visible_among(devices: list[Device]) -> list[Device]:
         if found[0] in chosen:
             return []
         chosen += found
-    return chosen
+    return _seen(chosen)
+
+
+def _seen(devices: list[Device]) -> list[Device]:
+    "Return those of `devices` that CUDA lists: the first MIG slice if there is one, else all."
+    return [one for gpu in devices for one in gpu.slices][:1] or devices
 
 
 def visible_gpus() -> list[Device]:
@@ -254,3 +512,125 @@ def visible_gpus() -> list[Device]:
         return visible_among(installed_gpus())
     except RuntimeError:
         return []
+
+# %% ../../nbs/run/02_environment.ipynb #4644d482
+_IDLE_MIB, _ROUND_MIB = 128, 64
+
+
+def held_mib(device: Device) -> float:
+    "Return the MiB that processes hold on `device`, rounded up so that equal runs look alike."
+    used = device.used / _MIB
+    return 0.0 if used <= _IDLE_MIB else -(-used // _ROUND_MIB) * _ROUND_MIB
+
+
+def held_note(devices: list[Device]) -> str | None:
+    "Say how much of the `devices` is held, by whom, and how to get it back; None if nothing is."
+    held = [device for device in devices if held_mib(device)]
+    if not held:
+        return None
+    pids = _pids_on(held)
+    said = [_held_on(device, pids.get(device.uuid, [])) for device in held]
+    every = sorted({pid for some in pids.values() for pid in some})
+    others = [str(pid) for pid in every if pid != os.getpid()]
+    remedies = []
+    if os.getpid() in every:
+        remedies.append(
+            "restart this kernel, or delete the model and call torch.cuda.empty_cache()"
+        )
+    if others:
+        remedies.append(
+            f"restart the notebooks that hold a model, or end them: kill {' '.join(others)}"
+        )
+    if not every:
+        remedies.append(
+            "nvidia-smi on the host lists them; restart notebooks that hold a model, or call "
+            "torch.cuda.empty_cache() there"
+        )
+    return f"{'; '.join(said)}. To free it, {'; '.join(remedies)}."
+
+
+def _held_on(device: Device, pids: list[int]) -> str:
+    who = "other processes"
+    if os.getpid() in pids:
+        who = "this process" if len(pids) == 1 else "this and other processes"
+    listed = f" (pid {', '.join(map(str, pids))})" if pids else ""
+    return f"GPU {device.index}: {device.used / 2**30:.1f} GiB are held by {who}{listed}"
+
+
+def _pids_on(devices: list[Device]) -> dict[str, list[int]]:
+    "Return the processes on each of `devices` by UUID, as far as nvidia-smi tells."
+    found: dict[str, list[int]] = {}
+    query = ["--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader,nounits"]
+    try:
+        said = _ask(query, _SHORT_S)
+    except (RuntimeError, FileNotFoundError):
+        return found
+    for line in said.splitlines():
+        pid, _, uuid = (word.strip() for word in line.partition(","))
+        if pid.isdecimal() and any(uuid == device.uuid for device in devices):
+            found.setdefault(uuid, []).append(int(pid))
+    return found
+
+# %% ../../nbs/run/02_environment.ipynb #2efcbca0
+_SHORT_S = 2.0  # a run doesn't wait longer for a driver that hangs
+
+
+def blind_torch(found: dict[str, Any], gpus: list[Device]) -> tuple[str, str] | None:
+    """Return why a torch that doesn't see `gpus` doesn't, and the remedy; None if it sees one.
+
+    `found` has torch's `version`, its `cuda` (None in a CPU build), the number of `devices` it
+    sees, and the `errors` of using them."""
+    if gpus and not found["cuda"]:
+        return (
+            f"{about_torch(found)}, but there are {len(gpus)} GPUs",
+            "pip uninstall -y torch && pip install torch, then restart the kernel.",
+        )
+    if gpus and not found["devices"]:
+        return (
+            f"{about_torch(found)}, driver {gpus[0].driver or 'unknown'}: {' '.join(found['errors'])}",
+            "If the driver is too old: update it, or install a torch for an older CUDA, such as"
+            " pip install torch --index-url https://download.pytorch.org/whl/cu126",
+        )
+    return None
+
+
+def about_torch(found: dict[str, Any]) -> str:
+    "Return torch's version, and that of the CUDA and NCCL it was built with."
+    cuda = f"CUDA {found['cuda']}" if found["cuda"] else "built without CUDA"
+    nccl = f", NCCL {found['nccl']}" if found.get("nccl") else ""
+    return f"{found['version']}, {cuda}{nccl}"
+
+
+def sees_other_gpus(found: dict[str, Any], gpus: list[Device]) -> tuple[str, str] | None:
+    "Return that torch sees another number of GPUs than nvidia-smi, and the remedy; else None."
+    if found["devices"] == len(gpus):
+        return None
+    return (
+        f"{about_torch(found)}; sees {found['devices']} GPUs, nvidia-smi {len(gpus)}",
+        "Start a new session, or install nvidia-smi.",
+    )
+
+
+def refuse_blind_torch(found: dict[str, Any], nproc: int | None = None) -> None:
+    """Raise `ConfigError` if torch doesn't see the GPUs that nvidia-smi lists.
+
+    It may see fewer if `nproc` of them are enough, or if `CUDA_VISIBLE_DEVICES` is set. An
+    nvidia-smi that is missing, fails or hangs proves nothing."""
+    try:
+        gpus = visible_among(installed_gpus(_SHORT_S))
+    except RuntimeError:
+        return
+    use_cpu = "To train on the CPU all the same, set CUDA_VISIBLE_DEVICES='' in the environment."
+    if blind := blind_torch(found, gpus):
+        raise ConfigError(
+            f"this torch can't use the machine's GPUs, and the run would train on the CPU. torch "
+            f"{blind[0]}. {blind[1].rstrip('.')}. {use_cpu}"
+        )
+    fewer = found["devices"] < (nproc or len(gpus))
+    if "CUDA_VISIBLE_DEVICES" in os.environ or not fewer or found["devices"] >= len(gpus):
+        return
+    what, remedy = sees_other_gpus(found, gpus)
+    raise ConfigError(
+        f"torch doesn't see all of the machine's GPUs. torch {what}. {remedy.partition(',')[0]}, "
+        f"or name the GPUs to use in CUDA_VISIBLE_DEVICES, or set nproc={found['devices']}."
+    )

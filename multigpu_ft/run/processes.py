@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import psutil
 
 from .errors import short_frames
+from .failures import is_pinning
 from .run_dir import LIVE_STATES, RunDir, write_json
 from .secrets import hide_secrets
 
@@ -162,6 +163,7 @@ def write_error(path: Path, error: BaseException) -> None:
                 "type": kind.__name__,
                 "text": hide_secrets(str(error)),
                 "clear": clear,
+                "pinned": is_pinning(error),
                 "frames": [_without_secrets(frame) for frame in short_frames(error)],
                 "time": time.time(),
             },
@@ -175,8 +177,8 @@ def _without_secrets(frame: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_error(path: Path) -> dict | None:
-    """Read `type`, `text`, `clear`, `frames`, `time` and `py_callstack` from an error file; None if there is
-    none."""
+    """Read `type`, `text`, `clear`, `pinned`, `frames`, `time` and `py_callstack` from an error file; None
+    if there is none."""
     try:
         return json.loads(path.read_text())["message"]["extraInfo"]
     except (FileNotFoundError, json.JSONDecodeError):

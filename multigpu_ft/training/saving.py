@@ -118,6 +118,8 @@ class Saves:
         if not save:
             return
         self.error = save.error
+        for remark in save.remarks:
+            self.rank.run_log.remark(remark)
         if save.error:
             _forget_best(self.progress, save.name)
             self._failures.last_step = save.step

@@ -33,6 +33,7 @@ from ..hub.download import bring
 from ..hub.repository import check_access
 from ..models.loading import PLAIN_CHAT, load_tokenizer, order_labels
 from ..run.config import RunConfig
+from ..run.device import untested
 from ..run.processes import IDLE, Heartbeat, StopSignal, torchrun_number
 from ..run.run_dir import RunDir, reset_status, saved_at
 from ..run.secrets import use_secrets
@@ -157,6 +158,8 @@ def choose_start(cfg: RunConfig, rank: Rank, data: TrainingData, storage: Storag
             f"the tokenizer of {cfg.model} has no chat template,"
             " so conversations are written plainly, as in 'user: ...', 'assistant: ...'"
         )
+    if about_device := untested(rank.world.device):
+        run_log.remark(about_device)
     return Start(cfg, checkpoint, again, stored, remarks)
 
 

@@ -36,10 +36,10 @@ from ..run.processes import IDLE, LEFT, StopSignal, leave, torchrun_number, writ
 from ..run.run_dir import FINISHED_STATES, NOTHING_TO_DO, RunDir
 from ..run.secrets import hide_secrets
 from ..tracking.histograms import histograms
-from ..tracking.metrics import Interval, Stopwatch, flops_per_token
+from ..tracking.metrics import Interval, Stopwatch, flops_per_token, note_overhead
 from ..tracking.trackers import Trackers
 from .saving import Saves
-from .setup import Prepared, prepare_model, settle_packing
+from .setup import Prepared, prepare_model, settle_packing, while_loading
 from multigpu_ft.training.start import (
     Rank,
     Start,
@@ -184,8 +184,12 @@ def open_training(run_dir: RunDir, stop: StopSignal) -> Training:
     cfg = run_dir.of_node(torchrun_number("GROUP_RANK")).config()
     remarks = check_access_and_names(cfg, run_dir)
     data = TrainingData.load(cfg)
-    rank = Rank(run_dir, cfg, stop)
-    storage = Storage(run_dir, rank.world)
+    with while_loading(cfg):
+        return _open(cfg, Rank(run_dir, cfg, stop), data, remarks)
+
+
+def _open(cfg: RunConfig, rank: Rank, data: TrainingData, remarks: list[str]) -> Training:
+    storage = Storage(rank.run_dir, rank.world)
     start = choose_start(cfg, rank, data, storage)
     prepared = _prepare(start, rank, data)
     watch = _watch(rank, prepared.strategy)
@@ -348,8 +352,8 @@ def _train_steps(training: Training) -> bool:
     "Make the steps left in the current epoch. Returns whether a stop was requested."
     cfg, rank, progress = training.cfg, training.rank, training.progress
     strategy, watch, world = training.strategy, training.watch, rank.world
-    interval, logged = Interval(strategy), {}
-    watch.read()
+    interval, lines = Interval(strategy), _Lines(training)
+    watch.lap()
     watch.begin("data")
     for step in epoch_steps(
         training.data.texts,
@@ -362,22 +366,28 @@ def _train_steps(training: Training) -> bool:
     ):
         if not training.first_step:
             _measure_before(training, step)
-            interval = Interval(strategy)
+            watch.lap()
+            watch.begin("data")
+        if _histograms_are_due(training):
+            lines.write()  # trackers take the steps in order
         rank.heartbeat.step = progress.step + 1
         rate = training.schedule.rate(progress)
         loss, norm = train_step(
             strategy, step, rate, cfg.max_grad_norm, watch, lambda: _log_histograms(training)
         )
+        lines.write()
         interval.add(step, loss)
         end, best = _end_step(training, step), False
         if end.log:
-            logged, best = _log_step(training, interval, end, rate, norm)
+            interval.end(watch, norm)
+            lines.open(interval, end, rate)
+            best = end.pauses and lines.write()
             interval = Interval(strategy)
             watch.begin("data")
-        if progress.step % min(cfg.log_every, _NON_FINITE_IN_A_ROW) == 0:
-            _refuse_endless_overflow(training)
+        elif progress.step % _NON_FINITE_IN_A_ROW == 0:
+            _refuse_endless_overflow(training, int(strategy.skipped_in_a_row))
         now = {"step": progress.step, "slice_step": progress.slice_step, "epoch": progress.epoch}
-        rank.run_log.heartbeat(**now, **logged)
+        rank.run_log.heartbeat(**now, **lines.newest)
         if end.stopping or training.is_complete:
             return end.stopping
         if (end.save or best) and not end.epoch_ends:
@@ -435,16 +445,21 @@ def _first_step_of_run(training: Training) -> Step | None:
     return next(again, training.first_step)
 
 
+def _histograms_are_due(training: Training) -> bool:
+    "Return whether the step after `progress.step` has histograms."
+    every = training.cfg.histogram_every
+    return bool(every) and (training.progress.step + 1) % every == 0
+
+
 def _log_histograms(training: Training) -> None:
     "Log the histograms of the step after `progress.step` if they are due. A collective."
-    every, step = training.cfg.histogram_every, training.progress.step + 1
-    if every and step % every == 0:
-        training.trackers.log_histograms(step, histograms(training.strategy))
+    if _histograms_are_due(training):
+        found = histograms(training.strategy)
+        training.trackers.log_histograms(training.progress.step + 1, found)
 
 
-def _refuse_endless_overflow(training: Training) -> None:
-    "Raise `FloatingPointError` after too many skipped steps in a row."
-    in_a_row = int(training.strategy.skipped_in_a_row)
+def _refuse_endless_overflow(training: Training, in_a_row: int) -> None:
+    "Raise `FloatingPointError` if too many steps were skipped in a row."
     if in_a_row >= _NON_FINITE_IN_A_ROW:
         raise FloatingPointError(
             f"the gradient was not finite for {in_a_row} steps in a row, "
@@ -465,6 +480,7 @@ class _StepEnd:
     planned: bool  # an evaluation is planned here, so patience counts it
     evaluate: bool
     log: bool
+    pauses: bool  # something follows that needs the line of this step
 
 
 def _end_step(training: Training, step: Step) -> _StepEnd:
@@ -482,6 +498,7 @@ def _end_step(training: Training, step: Step) -> _StepEnd:
     evaluate = training.evaluations.wanted and (last or planned)
     first = step is training.first_step
     due_log = first or progress.step % cfg.log_every == 0
+    ends = last or stopping or epoch_ends or evaluate
     return _StepEnd(
         first=first,
         epoch_ends=epoch_ends,
@@ -489,7 +506,8 @@ def _end_step(training: Training, step: Step) -> _StepEnd:
         save=saving,
         planned=planned,
         evaluate=evaluate,
-        log=due_log or last or stopping or epoch_ends or evaluate,
+        log=due_log or ends,
+        pauses=ends or saving,
     )
 
 
@@ -509,38 +527,57 @@ def _agree(training: Training) -> tuple[bool, bool]:
     return bool(stop), bool(due) and saves.room > 1
 
 # %% ../../nbs/training/07_trainer.ipynb #3a47b7b4
-def _log_step(
-    training: Training, interval: Interval, end: _StepEnd, rate: float, norm: torch.Tensor
-) -> tuple[dict[str, Any], bool]:
-    """Log the steps of `interval`.
+class _Lines:
+    """Writes metrics.jsonl: each line once the next step is queued, or `write` is called before.
 
-    Returns entries for the status, and whether an evaluation was the best."""
-    rank, progress = training.rank, training.progress
-    found, best = {}, False
-    measured = interval.measure(training.watch, training.flops_per_token)
-    if end.evaluate:
-        rank.heartbeat(IDLE)
-        found, best = training.evaluations.judge(end.planned)
-    rank.run_log.log(
-        {
-            "step": progress.step,
-            "epoch": progress.epoch,
-            **measured,
-            "learning_rate": rate,
-            "grad_norm": norm.item(),
-            "samples_seen": progress.samples_seen,
-            "time": time.time(),
-            **{f"eval_{name}": value for name, value in found.items()},
-        }
-    )
-    if end.first and training.loss_before_at:
-        before = measured["loss"] if training.loss_before is None else training.loss_before
-        rank.run_log.status(loss_before=before, loss_before_at=training.loss_before_at)
-    if rank.world.is_main:
-        total_steps = training.schedule.total_steps
-        if forecast := training.time_budget.forecast(progress.slice_step, total_steps):
-            rank.run_log.remark(forecast)
-    return {"loss": measured["loss"], "skipped_steps": measured["skipped_steps"]}, best
+    `newest` has what the status tells of the newest line."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._opened: tuple[Interval, _StepEnd, float] | None = None
+        self.newest: dict[str, Any] = {}
+
+    def open(self, interval: Interval, end: _StepEnd, rate: float) -> None:
+        "Note that a line is to be written, of the steps of `interval`."
+        self._opened = interval, end, rate
+
+    def write(self) -> bool:
+        """Write the line that was opened, if there is one. A collective.
+
+        It is called before the next step is counted. Returns whether the step was evaluated and
+        is the best so far. Raises `FloatingPointError` after too many skipped steps in a row."""
+        if not self._opened:
+            return False
+        (interval, end, rate), self._opened = self._opened, None
+        training, rank, progress = self._training, self._training.rank, self._training.progress
+        found, best = {}, False
+        measured = interval.measure(training.flops_per_token)
+        if end.evaluate:
+            rank.heartbeat(IDLE)
+            found, best = training.evaluations.judge(end.planned)
+        rank.run_log.log(
+            {
+                "step": progress.step,
+                "epoch": progress.epoch,
+                **measured,
+                "learning_rate": rate,
+                "samples_seen": progress.samples_seen,
+                "time": time.time() if end.evaluate else interval.ended,
+                **{f"eval_{name}": value for name, value in found.items()},
+            }
+        )
+        if end.first and training.loss_before_at:
+            before = measured["loss"] if training.loss_before is None else training.loss_before
+            rank.run_log.status(loss_before=before, loss_before_at=training.loss_before_at)
+        if rank.world.is_main:
+            if end.first:
+                note_overhead(rank.run_dir.plan(), rank.world.device, rank.world.size)
+            total_steps = training.schedule.total_steps
+            if forecast := training.time_budget.forecast(progress.slice_step, total_steps):
+                rank.run_log.remark(forecast)
+        self.newest = {name: measured[name] for name in ("loss", "skipped_steps")}
+        _refuse_endless_overflow(training, interval.skipped_in_a_row)
+        return best
 
 # %% ../../nbs/training/07_trainer.ipynb #5be8d806
 _FEW_STEPS = 10  # fewer steps deserve a remark

@@ -387,6 +387,115 @@ def test_vllm_has_room_for_an_adapter_and_sends_no_statistics(
     )
 
 
+ENGINE = """
+import json, os, sys
+from datetime import timedelta
+import torch.distributed as dist
+print(json.dumps(dict(os.environ)), flush=True)
+# as vLLM's engine does: a world of its own, whose store is at an address of its own
+dist.init_process_group(
+    "gloo", init_method=sys.argv[1], rank=0, world_size=1, timeout=timedelta(seconds=10)
+)
+dist.destroy_process_group()
+"""
+
+
+def test_vllm_starts_as_if_outside_of_torchrun():
+    "Its processes inherit a rank's environment, and would wait for torchrun to serve their store."
+
+    def start(engine):
+        import socket
+
+        from multigpu_ft.generation.vllm_engine import start_vllm
+
+        seen = []
+
+        def from_engine_args(args):
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+            command = [sys.executable, "-c", engine, address]
+            seen.append(subprocess.run(command, capture_output=True, text=True, timeout=120))
+            return SimpleNamespace()
+
+        sys.modules["vllm"] = SimpleNamespace(
+            EngineArgs=dict,
+            LLMEngine=SimpleNamespace(from_engine_args=from_engine_args),
+            SamplingParams=dict,
+        )
+        before, rank = dict(os.environ), int(os.environ["LOCAL_RANK"])
+        rules = SimpleNamespace(sampling=None)
+        start_vllm(RunConfig(model="org/model"), None, rank, 4, 128, rules, ())
+        ours = {k: v for k, v in os.environ.items() if k in before and k != "CUDA_VISIBLE_DEVICES"}
+        return seen[0].returncode, seen[0].stderr, json.loads(seen[0].stdout), before, ours
+
+    code, complaint, inside, before, after = launch(start, ENGINE, nproc=2)
+    assert code == 0, complaint
+    of_torchrun = {k for k in before if k.startswith("TORCHELASTIC_")} | {
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+        *("GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT"),
+    }
+    assert "TORCHELASTIC_USE_AGENT_STORE" in of_torchrun <= before.keys()
+    assert not of_torchrun & inside.keys()
+    assert before.keys() - of_torchrun <= inside.keys() and inside["CUDA_VISIBLE_DEVICES"] == "0"
+    before.pop("CUDA_VISIBLE_DEVICES", None)
+    assert after == before, "the rank needs them again"
+
+
+@pytest.mark.parametrize("engine_starts", [True, False])
+def test_torchruns_variables_come_back(monkeypatch, engine_starts):
+    from multigpu_ft.generation.vllm_engine import start_vllm
+
+    environment = {"RANK": "3", "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "1", "MINE": "x"}
+    seen = []
+
+    def from_engine_args(args):
+        seen.append(dict(os.environ))
+        if not engine_starts:
+            raise RuntimeError("Engine core initialization failed")
+
+    engine = SimpleNamespace(from_engine_args=from_engine_args)
+    monkeypatch.setitem(
+        sys.modules, "vllm", SimpleNamespace(EngineArgs=dict, LLMEngine=engine, SamplingParams=dict)
+    )
+    monkeypatch.setattr("os.environ", dict(environment))
+    arguments = RunConfig(model="org/model"), None, 3, 4, 128, SimpleNamespace(sampling=None), ()
+    if engine_starts:
+        start_vllm(*arguments)
+    else:
+        with pytest.raises(RuntimeError, match="Engine core"):
+            start_vllm(*arguments)
+    assert environment.items() - seen[0].items() == environment.items() - {("MINE", "x")}
+    assert environment.items() <= os.environ.items()
+
+
+def test_vllm_takes_a_share_of_what_is_free(install_vllm, monkeypatch):
+    from multigpu_ft.generation.vllm_engine import start_vllm
+
+    asked, free = {}, [30]
+    engine = SimpleNamespace(from_engine_args=lambda args: asked.update(args))
+    vllm = SimpleNamespace(EngineArgs=dict, LLMEngine=engine, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (free[0] * 2**30, 80 * 2**30))
+
+    def start():
+        asked.clear()
+        start_vllm(RunConfig(model="m"), None, 0, 4, 128, SimpleNamespace(sampling=None), ())
+        return asked["gpu_memory_utilization"]
+
+    assert start() == 0.34, "less than 30 of 80"
+    free[0] = 1
+    with pytest.raises(ConfigError, match=r"only 1\.0 of 80\.0 GiB are free on GPU 0"):
+        start()
+    monkeypatch.setattr("os.environ", {"MULTIGPU_FT_VLLM_MEMORY": "0.5"})
+    assert start() == 0.5, "an explicit wish"
+    monkeypatch.setattr("os.environ", {"MULTIGPU_FT_VLLM_MEMORY": "50"})
+    with pytest.raises(ConfigError, match="is not a share"):
+        start()
+
+
 @pytest.mark.slow
 def test_an_adapter_answers(models, tmp_path):
     generate(**asked(models, "qwen3"), output=tmp_path / "traj.jsonl", nproc=1)

@@ -158,7 +158,8 @@ def guarded(run, run_dir, rank):
         for parameter in training.strategy.unwrap_model().parameters():
             if not parameter.requires_grad:
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                digest.update(bytes(local.detach().clone().view(-1).view(torch.uint8).numpy()))
+                values = local.detach().cpu().clone()
+                digest.update(bytes(values.view(-1).view(torch.uint8).numpy()))
         return digest.hexdigest()
 
     def watched(training):
@@ -168,6 +169,22 @@ def guarded(run, run_dir, rank):
         return outcome
 
     return watched
+
+
+def counted(train_step, run_dir, rank):
+    "Wrap `train_step` to record how often each step waited for the device, if the device counts that."
+    import torch
+
+    waits = getattr(getattr(torch, "second", None), "waits", None)
+
+    def step(*arguments):
+        before = waits()
+        made = train_step(*arguments)
+        with open(Path(run_dir) / f"waits{rank}.jsonl", "a") as file:
+            file.write(f"{waits() - before}\n")
+        return made
+
+    return step if waits else train_step
 
 
 def delayed(finish, seconds):
@@ -234,6 +251,7 @@ def be_agent(run_dir, nproc):
 
 
 def be_rank(run_dir, rank, nproc, agent, store):
+    from multigpu_ft.run.device import backend_of, local_device
     from multigpu_ft.run.processes import StopSignal, end_with, has_nothing_to_finish
     from multigpu_ft.training import trainer
 
@@ -251,10 +269,16 @@ def be_rank(run_dir, rank, nproc, agent, store):
         GLOO_SOCKET_IFNAME="lo",
     )
     stop = StopSignal(lambda: has_nothing_to_finish(RunDir(run_dir)))
+    # the threads that torch has started in the server are not in the fork
+    trainer.torch.set_num_threads(1)
     trainer.dist.init_process_group(
-        "gloo", store=trainer.dist.FileStore(store, nproc), rank=rank, world_size=nproc
+        backend_of(local_device(rank)),
+        store=trainer.dist.FileStore(store, nproc),
+        rank=rank,
+        world_size=nproc,
     )
     trainer.epoch_steps = traced(trainer.epoch_steps, run_dir, rank)
+    trainer.train_step = counted(trainer.train_step, run_dir, rank)
     trainer.train = guarded(trainer.train, run_dir, rank)
     if rank == 0:
         trainer.finish = delayed(trainer.finish, float(os.environ.get("DELAY_S", 0)))
@@ -322,6 +346,25 @@ def wait_for_end(run_dir, agent, seconds=60):
     while not (gone(agent) and all(map(gone, run_dir.status().get("pids", {}).get("ranks", [])))):
         assert time.monotonic() < end, f"{run_dir} does not end"
         time.sleep(0.01)
+
+
+def done(run_dir):
+    "Return `run_dir`; fail with the log's end if the run has not come to its end."
+    assert run_dir.status()["state"] == "done", run_dir.log_file(0).read_text()[-3000:]
+    return run_dir
+
+
+def kill_when(server, cfg, ready):
+    "Start a run, and kill a rank once `ready(run_dir)` is true."
+    run_dir, agent = server.start(cfg)
+    end = time.monotonic() + 60
+    while not ready(run_dir):
+        assert time.monotonic() < end and not gone(agent), run_dir.log_file(0).read_text()[-3000:]
+        time.sleep(0.01)
+    os.kill(run_dir.status()["pids"]["ranks"][-1], signal.SIGKILL)
+    wait_for_end(run_dir, agent)
+    assert run_dir.status()["state"] != "done", "it was too fast for the test"
+    return run_dir
 
 
 # -- comparing ------------------------------------------------------------------------------------------------------
@@ -700,6 +743,7 @@ def main():
     parser.add_argument("--only", choices=["kills", "torchrun", "damage"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all ranks are on the CPU
     report = {}
     with tempfile.TemporaryDirectory(prefix="faults-") as tmp:
         folder = make_material(Path(tmp))

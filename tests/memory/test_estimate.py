@@ -15,6 +15,7 @@ import torch
 from harness.runs import BIN, REPO
 
 from multigpu_ft import ConfigError, ModelError, RunConfig, estimate, launch
+from multigpu_ft.launcher.functions import start_agent
 from multigpu_ft.memory.api import Estimate, Machine, gpus_here, plan_memory, too_slow_here
 from multigpu_ft.memory.fit import (
     NoEstimate,
@@ -88,6 +89,29 @@ def little(tmp_path_factory):
         max_length=256,
         activation_checkpointing="none",
     )
+
+
+def start_agent_without_smi(run_dir):
+    "Start the agent of `run_dir` where GPUs are hidden, unlike in this process."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return start_agent(run_dir)
+
+
+def fake_smi(tmp_path, monkeypatch, gpus, processes="", listed="", about=""):
+    "Make nvidia-smi print these texts for --query-gpu, --query-compute-apps, -L and -q."
+    folder = tmp_path / "bin"
+    folder.mkdir(exist_ok=True)
+    for name, text in (("gpus", gpus), ("apps", processes), ("L", listed), ("q", about)):
+        (folder / name).write_text(text)
+    script = folder / "nvidia-smi"
+    script.write_text(
+        f'#!/bin/sh\ncase "$1" in\n--query-gpu*) cat {folder}/gpus;;\n'
+        f"--query-compute*) cat {folder}/apps;;\n-L) cat {folder}/L;;\n-q) cat {folder}/q;;\nesac\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.fixture
@@ -398,6 +422,54 @@ def test_a_model_in_a_folder_without_weights(tmp_path):
     )
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_packed_rows_take_no_mask_for_each_block(dtype):
+    "The mask is made once, so a block more takes as much as without one."
+    from multigpu_ft.memory.simulation import simulate
+
+    more = {}
+    for packing in ("packed", "bucketed"):
+        cfg = RunConfig(
+            model="facebook/opt-125m",
+            **{"strategy": "single", "dtype": dtype, "batch_size": 2, "max_length": 1024},
+            packing=packing,
+            activation_checkpointing="none",
+        )
+        few, many = (
+            next(
+                peak["categories"]["activations"]
+                for peak in simulate(cfg, find_gpu("T4"), 1, blocks)["peaks"]
+                if peak["phase"] == "later step"
+            )
+            for blocks in (2, 6)
+        )
+        more[packing] = (many - few) / 4
+    torch.distributed.destroy_process_group()  # the simulated one
+    mask = 2 * 1024**2 * (2 if dtype == "fp16" else 4)  # bytes
+    assert abs(more["packed"] - more["bucketed"]) < 0.01 * mask
+
+
+def test_the_loss_takes_its_weights_gradient_once():
+    "No chunk's product is made beside the sum, which is the size of the weight in fp32."
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from multigpu_ft.memory.tracker import MemoryTracker, read_peaks
+    from multigpu_ft.models.loss import chunked_cross_entropy
+
+    tokens, vocabulary, width = 512, 2**18, 2048
+    weight = 2 * vocabulary * width  # bytes
+    tracker = MemoryTracker()
+    with FakeTensorMode(), tracker:
+        tracker.begin("loss")
+        head = torch.nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16)
+        hidden = torch.zeros(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.zeros(tokens, dtype=torch.int64)
+        chunked_cross_entropy(hidden, head, targets, kind="cuda")[0].backward()
+    (peak,) = read_peaks(tracker)
+    # weight, sum, its copy in bf16, and a chunk's logits
+    assert 4 * weight < peak.bytes < 4.6 * weight
+
+
 @pytest.mark.slow
 def test_answers_outlive_the_process(monkeypatch):
     cfg, t4 = RunConfig(strategy="ddp", **SMALL), find_gpu("T4")
@@ -513,6 +585,8 @@ def test_a_model_with_gpus_is_not_too_slow(two_t4):
 
 
 def test_a_run_follows_the_plan_on_the_gpus_it_was_made_for(two_t4, tmp_path, monkeypatch):
+    # torch sees no T4 here, which would be refused in the agent
+    monkeypatch.setattr("multigpu_ft.launcher.api.start_agent", start_agent_without_smi)
     run = launch(
         RunConfig(run_root=str(tmp_path / "runs"), end_idx=40, max_length=64, num_epochs=1)
     )
@@ -574,6 +648,168 @@ def test_gpus_here_are_those_that_a_run_would_use(two_t4, tmp_path, monkeypatch)
     smi.write_text("#!/bin/sh\nexec sleep 9\n")
     monkeypatch.setattr("multigpu_ft.run.environment._ANSWER_S", 0.1)
     assert gpus_here() == [], "a driver that does not answer does not delay launch"
+
+
+HALF_FULL = "".join(
+    f"{i}, GPU-{i}, Tesla T4, 15360, {used}, 550.1, 7.5\n" for i, used in enumerate((3, 8000))
+)
+
+
+def test_what_other_processes_hold_is_not_there_for_the_run(tmp_path, monkeypatch):
+    pids = f"4711, GPU-1\n{os.getpid()}, GPU-1\n12, GPU-9\n[N/A], GPU-1\n"
+    fake_smi(tmp_path, monkeypatch, HALF_FULL, pids)
+    cfg = RunConfig(max_length=64)
+    found = estimate(cfg)
+    assert found.gpu.held_mib == 8000 and found.limit_gib == pytest.approx((15109 - 8000) / 1024)
+    assert "of 6.9 GiB that are free of 14.8" in found.line
+    said = " ".join(found.remarks)
+    who = f"GPU 1: 7.8 GiB are held by this and other processes (pid 4711, {os.getpid()})"
+    assert who in said and "torch.cuda.empty_cache()" in said and "kill 4711" in said
+    assert who in str(found) and found.record()["held_gib"] == 7.812
+    assert found.settings()["strategy"] == "ddp"
+    # GPU 0 is empty, and a run with one process uses only that
+    alone = estimate(cfg, gpus=1)
+    assert alone.limit_gib == pytest.approx(15109 / 1024) and "held" not in str(alone)
+    named = estimate(cfg, gpu_memory_gib="T4")
+    assert named.limit_gib == pytest.approx(15109 / 1024) and "held" not in str(named)
+    plan, remarks = plan_memory(cfg)
+    assert plan["memory_mib"] == 15109 and who in remarks[0]
+    assert plan["free_mib"] == pytest.approx(15109 - 8000 - T4.context_mib(2))
+
+
+def test_a_run_that_only_fits_on_empty_gpus_is_refused(little, tmp_path, monkeypatch):
+    fake_smi(tmp_path, monkeypatch, HALF_FULL.replace("8000", "14000"))
+    cfg = little.replace(strategy="ddp", run_root=str(tmp_path / "runs"))
+    assert estimate(cfg, gpus=2, gpu_memory_gib="T4").fits
+    with pytest.raises(
+        ConfigError, match=r"does not fit.* GPU 1: 13\.7 GiB are held by other processes\. .*force"
+    ):
+        plan_memory(cfg)
+
+
+ABOUT_MIG = """
+GPU 00000000:07:00.0
+    MIG Mode
+        Current                           : Enabled
+    MIG Device
+        Index                             : 0
+        FB Memory Usage
+            Total                         : 40320 MiB
+            Reserved                      : 0 MiB
+            Used                          : 1200 MiB
+            Free                          : 39120 MiB
+        BAR1 Memory Usage
+            Total                         : 65535 MiB
+    MIG Device
+        Index                             : 1
+        FB Memory Usage
+            Total                         : N/A
+    GPU UUID                              : GPU-a
+    FB Memory Usage
+        Total                             : 81920 MiB
+        Used                              : 1287 MiB
+"""
+LISTED_MIG = """GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-a)
+  MIG 3g.40gb     Device  0: (UUID: MIG-b1)
+  MIG 1g.10gb     Device  1: (UUID: MIG-b2)
+GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-c)
+"""
+A100S = "".join(
+    f"{i}, {uuid}, NVIDIA A100-SXM4-80GB, {memory}, 550.1, 8.0\n"
+    for i, (uuid, memory) in enumerate((("GPU-a", "[N/A], [N/A]"), ("GPU-c", "81920, 0")))
+)
+
+
+def test_a_mig_slice_is_not_the_whole_gpu(tmp_path, monkeypatch):
+    fake_smi(tmp_path, monkeypatch, A100S, listed=LISTED_MIG, about=ABOUT_MIG)
+    first = "A100 MIG 3g.40gb"
+    for visible, name, memory, held in (
+        (None, first, 40320 * 0.98, 1216),
+        ("0", first, 40320 * 0.98, 1216),
+        ("MIG-b1,MIG-b2", first, 40320 * 0.98, 1216),
+        ("MIG-b2", "A100 MIG 1g.10gb", 9728 * 0.98, 0),
+        ("1", "A100", 81038, 0),
+        ("GPU-c", "A100", 81038, 0),
+    ):
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        (gpu,) = gpus_here()
+        assert (gpu.name, gpu.held_mib) == (name, held), visible
+        assert gpu.memory_mib == pytest.approx(memory), visible
+        whole = find_gpu("A100")
+        if "MIG" in name:
+            assert gpu.flops == pytest.approx(whole.flops * (3 if "3g" in name else 1) / 7)
+            assert gpu.bandwidth < whole.bandwidth and gpu.link == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-other")
+    assert gpus_here() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b2")
+    found = estimate(RunConfig(max_length=64))
+    assert found.gpus == 1 and found.limit_gib == pytest.approx(9728 * 0.98 / 1024)
+
+
+def test_an_estimate_names_what_it_assumes_besides_tensors():
+    found = estimate(RunConfig(max_length=64), gpus=8, gpu_memory_gib="H100")
+    said = " ".join(found.assumptions)
+    for words in ("overhead, uncertain", "cuBLAS workspaces 64 MiB", "NVLS buffers 256 MiB"):
+        assert words in said
+    parts = found.record()["overhead_mib"]
+    assert sum(parts.values()) == pytest.approx(found.gpu.context_mib(8))
+
+
+def test_a_run_on_empty_gpus_measures_the_overhead(two_t4, tmp_path, monkeypatch):
+    from multigpu_ft.tracking.metrics import note_overhead
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * gib, 14.75 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * gib)
+    plan, gpu = {"gpu": "T4", "gpus": 2, "held_mib": 0}, torch.device("cuda", 0)
+    assumed = estimate(RunConfig(max_length=64)).simulation.context / 2**20
+    for changed, device, ranks in (({"held_mib": 64}, gpu, 2), ({}, gpu, 1), ({}, "cpu", 2)):
+        note_overhead({**plan, **changed}, torch.device(device), ranks)
+    note_overhead({}, gpu, 2)
+    assert not list((tmp_path / "cache").rglob("overheads.json")), "nothing that is others'"
+    note_overhead(plan, gpu, 2)
+    found = estimate(RunConfig(max_length=64))
+    assert assumed < 600 and found.simulation.context / 2**20 == pytest.approx(768 + 16.25)
+    assert "measured by a run on this machine" in " ".join(found.assumptions)
+    assert "assumed" in " ".join(estimate(RunConfig(max_length=64), gpus=1).assumptions)
+    assert "assumed" in " ".join(estimate(RunConfig(max_length=64), 2, "T4").assumptions)
+    (tmp_path / "cache" / "multigpu_ft" / "overheads.json").write_text("[1")
+    assert estimate(RunConfig(max_length=64)).simulation.context / 2**20 == assumed
+
+
+def test_ranks_choose_by_what_is_free(monkeypatch):
+    from multigpu_ft.distributed.world import World
+    from multigpu_ft.training import setup
+
+    free = {"bytes": 14.0 * 2**30}
+    monkeypatch.setattr(setup, "free_bytes", lambda device: free["bytes"])
+    monkeypatch.setattr(World, "max", lambda self, value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    chosen = {name: lambda cfg, world, name=name: name for name in ("DDP", "FSDP")}
+    for name, make in chosen.items():
+        monkeypatch.setattr(setup, name, make)
+    on_gpu = World(0, 0, 2, torch.device("cuda", 0))
+    half_a_billion = 400_000_000  # 22 bytes each: 8.2 GiB
+    assert setup.make_strategy(RunConfig(), on_gpu, half_a_billion)[0] == "DDP"
+    free["bytes"] = 7.0 * 2**30
+    strategy, why = setup.make_strategy(RunConfig(), on_gpu, half_a_billion)
+    assert strategy == "FSDP" and why.endswith("a GPU has 7.0 GiB free")
+    plan = {"gpus": 2, "memory_mib": 15109, "free_mib": 14000, "line": "fits", "decided": {}}
+    there = SimpleNamespace(total_memory=15109 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
+    assert setup._as_planned(RunConfig(), plan, on_gpu, 13900 * 2**20)[1] == "fits"
+    assert setup._as_planned(RunConfig(), plan, on_gpu, 9000 * 2**20) == (RunConfig(), None)
+
+
+def test_a_driver_that_hangs_is_waited_for_once(tmp_path, monkeypatch):
+    fake_smi(tmp_path, monkeypatch, HALF_FULL)
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho x >> {tmp_path}/calls\nexec sleep 9\n")
+    monkeypatch.setattr("multigpu_ft.run.environment._ANSWER_S", 0.5)
+    assert gpus_here() == gpus_here() == [] and too_slow_here(RunConfig()) is None
+    assert len((tmp_path / "calls").read_text().split()) == 1
 
 
 def test_the_bench_has_results():

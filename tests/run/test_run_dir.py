@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from multigpu_ft import ConfigError, DataError, RunConfig, RunDir
-from multigpu_ft.checkpoints import writer
+from multigpu_ft.checkpoints import staging
 from multigpu_ft.data import sources
 from multigpu_ft.evaluation.api import _make_folder
 from multigpu_ft.generation.api import _jsonl_path, _open
@@ -128,16 +128,15 @@ def test_a_folder_of_the_users_keeps_its_mode(tmp_path):
 def test_a_checkpoints_files_follow_the_umask_and_need_no_modes(tmp_path, umask, monkeypatch):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    values = SimpleNamespace(values=torch.zeros(2), start=0, shape=[2], first=0)
-    monkeypatch.setattr(writer, "flush", lambda path: None)
-    writer._write_pieces(folder / "rank0.safetensors", {"x": values})
+    tensors = {"x": staging.StoredTensor.of(torch.zeros(2))}
+    staging.write_tensors(folder / "rank0.safetensors", tensors, {})
     assert mode(folder / "rank0.safetensors") == 0o666 & ~umask
 
     def refuse(path, mode, **_):
         raise PermissionError("a mount without modes")
 
     monkeypatch.setattr(os, "chmod", refuse)
-    writer._write_pieces(folder / "rank1.safetensors", {"x": values})
+    staging.write_tensors(folder / "rank1.safetensors", tensors, {})
     assert (folder / "rank1.safetensors").exists()
 
 

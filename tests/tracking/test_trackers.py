@@ -154,7 +154,13 @@ def curve(material, server, tmp_path_factory):
         save_every=20,
         end_idx=24,
     )
-    killed = start_and_kill(server, cfg, lambda run: len(steps_in_wandb(run)) >= 30)
+
+    def between_saves(run_dir):  # right after a save, the last line may be that of the checkpoint
+        return len(steps_in_wandb(run_dir)) >= 30 and run_dir.metrics()[-1]["step"] % 20 in range(
+            3, 13
+        )
+
+    killed = start_and_kill(server, cfg, between_saves)
     file, block = wandb_files(killed)[-1], 32_768
     os.truncate(
         file, file.stat().st_size // block * block

@@ -98,6 +98,12 @@ def test_an_infinity_on_one_rank_is_skipped_on_both(ranks, strategy, dtype):
         }
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_the_loss_scale_is_read_once_a_step(ranks, strategy):
+    "A read in a micro-batch would wait for all that is queued."
+    assert ranks["scale reads"][strategy] == 1
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_ddp_ranks_hold_the_same_bits_after_50_steps(ranks, dtype):
     assert len(set(ranks["bits"][dtype])) == 1

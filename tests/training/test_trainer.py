@@ -41,6 +41,60 @@ def single(train, tmp_path_factory):
     )
 
 
+def test_a_line_waits_for_the_next_step_and_nothing_else_for_a_line(run_root, monkeypatch):
+    """While a step is prepared, the line of the one before is not written yet, so a GPU has work.
+
+    Saves, evaluations and histograms find all lines up to their step."""
+    import torch.distributed as dist
+
+    from multigpu_ft.checkpoints.writer import CheckpointWriter
+    from multigpu_ft.run.run_dir import RunDir
+    from multigpu_ft.tracking.trackers import Trackers
+    from multigpu_ft.training import trainer
+    from multigpu_ft.training.validation import Evaluations
+
+    class NeverStop:
+        requested = False
+
+    found = {}
+
+    def note(owner, name):
+        called = getattr(owner, name)
+
+        def noting(*arguments, **named):
+            found.setdefault(name, []).append(len(run_dir.metrics()))
+            return called(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note(trainer, "train_step")
+    note(CheckpointWriter, "start")
+    note(Evaluations, "judge")
+    note(Trackers, "log_histograms")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    cfg = RunConfig(
+        **{"run_root": str(run_root), "strategy": "single", "packing": "padded"},
+        **{"batch_size": 8, "end_idx": 72, "eval_start_idx": 100, "eval_end_idx": 108},
+        **{"save_every": 3, "eval_every": 5, "histogram_every": 8, "tracker": "tensorboard"},
+    )
+    run_dir = RunDir.create(cfg)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        training = trainer.open_training(run_dir, NeverStop())
+        trainer.finish(training, trainer.train(training))
+    finally:
+        dist.destroy_process_group()
+    assert found == {
+        # the lines of steps 3 and 6, before saves, of 5, at an evaluation, and of 7, before histograms
+        "train_step": [0, 0, 1, 3, 3, 5, 6, 7, 7],
+        "start": [3, 6, 9],
+        "judge": [4, 8],  # the line of the step has the scores
+        "log_histograms": [7],
+    }
+    assert [m["step"] for m in run_dir.metrics()] == list(range(1, 10))
+    assert all(m["step_s"] > 0 and m["grad_norm"] > 0 for m in run_dir.metrics())
+
+
 @pytest.mark.parametrize(
     "change",
     [
