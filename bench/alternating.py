@@ -12,8 +12,10 @@ import sys
 import torch
 import torch.distributed as dist
 from bare import bare_step, wrap
+from gpus import hide_gpus
 from ours import Ours, take_turns
 
+hide_gpus()
 strategy_name, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 ours = Ours(folder, strategy=strategy_name)
 model = wrap(ours.base, strategy_name)

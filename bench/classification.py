@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from gpus import hide_gpus
+
 RESULTS = Path(__file__).parent / "results"
 ARMS = {
     "q/v": {"tuning": "lora", "lora_target_modules": "query,value", "learning_rate": 1e-3},
@@ -203,6 +205,7 @@ def main():
     parser.add_argument("--add", action="store_true", help="to the results there are")
     parser.add_argument("--peer", nargs=3)
     options = parser.parse_args()
+    hide_gpus()
     if options.peer:
         arm, seed, root = options.peer
         return be_peer(options.data, arm, int(seed), root)

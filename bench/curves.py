@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from gpus import hide_gpus
 from matplotlib.figure import Figure
 
 from multigpu_ft import RunConfig, launch
@@ -36,6 +37,7 @@ WAYS = {
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--dataset", default="builtin:python-docs")
 args = parser.parse_args()
+hide_gpus()
 os.environ["OMP_NUM_THREADS"] = "1"
 curves = {}
 with tempfile.TemporaryDirectory() as root:

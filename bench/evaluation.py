@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from gpus import hide_gpus
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -78,6 +79,7 @@ def main():
         "--dataset", type=Path, default=ROOT.parent / "shared" / "data" / "abstracts.jsonl"
     )
     options = parser.parse_args()
+    hide_gpus()
     from multigpu_ft.data.sources import builtin_corpus
 
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -29,6 +29,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from gpus import hide_gpus
+
 ROOT = Path(__file__).parents[1]
 SAMPLES, NEW_TOKENS = 25, 256
 
@@ -235,6 +237,7 @@ def main():
     parser.add_argument("--questions", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    hide_gpus()
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.rank:
         return static_halves(options.model, options.dataset, options.questions, options.out)

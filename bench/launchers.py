@@ -49,6 +49,7 @@ import nbformat
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from gpus import hide_gpus
 from harness.notebooks import Kernel
 from harness.runs import BIN
 
@@ -601,6 +602,7 @@ def main():
         "--json", type=Path, default=Path(__file__).parent / "results" / "launchers.json"
     )
     options = parser.parse_args()
+    hide_gpus()
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     print(json.dumps(versions), flush=True)
     old = json.loads(options.json.read_text()) if options.json.exists() else {"trials": {}}

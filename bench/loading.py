@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import psutil
+from gpus import hide_gpus
 
 RESULTS = Path(__file__).parent / "results"
 # how, and the precision on the disk
@@ -148,6 +149,7 @@ def main():
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--rank", nargs=2)
     options = parser.parse_args()
+    hide_gpus()
     if options.rank:
         return be_rank(options.rank[0], Path(options.rank[1]))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,12 @@
 """Compare predicted and measured memory of two training steps, simulated on fake tensors and run for real.
 
-python bench/memory.py [NAME ...]      # 2 processes on a CPU; bytes from the profiler of torch's CPU allocator
-python bench/memory.py --gpu           # one GPU as rank 0 of 2; max_memory_allocated and max_memory_reserved
-python bench/memory.py --table         # which of the popular models fit on 2 x T4
-python bench/memory.py --time [N]      # how long estimates take on the command line, without a cache
+python bench/memory.py [NAME ...]        # 2 processes on a CPU; bytes from the profiler of torch's CPU allocator
+python bench/memory.py --gpu [NAME ...]  # one GPU as rank 0 of 2; max_memory_allocated and max_memory_reserved
+python bench/memory.py --table           # which of the popular models fit on 2 x T4
+python bench/memory.py --time [N]        # how long estimates take on the command line, without a cache
 
-Writes bench/results/memory.json, memory-gpu.json, memory-table.json or memory-time.json; with names it only prints."""
+Without --gpu no GPU is used. Writes bench/results/memory.json, memory-gpu.json, memory-table.json or
+memory-time.json; with names it only prints, except with --gpu."""
 
 import gc
 import json
@@ -22,14 +23,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpus import hide_gpus, use_gpus
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from multigpu_ft.data.batches import Step
 from multigpu_ft.distributed.strategies import DDP, FSDP
 from multigpu_ft.distributed.weights import places
 from multigpu_ft.distributed.world import compute_dtype, join_world
 from multigpu_ft.memory.api import estimate
+from multigpu_ft.memory.fake_strategies import SimulatedWorld
 from multigpu_ft.memory.simulation import NoTokenizer, longest_batch, simulate
+from multigpu_ft.models.loading import load_model
 from multigpu_ft.models.quantization import choose_quantization
 from multigpu_ft.run.config import RunConfig
 from multigpu_ft.run.environment import GPU, find_gpu
@@ -380,58 +385,96 @@ class OnOneGPU:
     def _packed_outputs(self, unit: nn.Module) -> dict[str, torch.Tensor]:
         return {}
 
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        wrapped = super()._wrap(model)
+        if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+            # a group without peers reports no sum, for which a bucket would wait
+            wrapped.register_comm_hook(None, _hand_back)
+        return wrapped
 
-def measure_on_gpu(cfg: RunConfig) -> dict[str, float]:
-    """Return the peaks of two real steps on a GPU, as rank 0 of 2, in bytes.
 
-    Values gathered from the other rank are whatever was in memory."""
-    from multigpu_ft.memory.fake_strategies import SimulatedWorld
-    from multigpu_ft.memory.simulation import _join
+def _hand_back(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
-    _join(2)
-    device = torch.device("cuda", 0)
-    free_before = torch.cuda.mem_get_info(device)[0]
+
+def measure_alone(cfg: RunConfig, device: torch.device) -> dict[str, float]:
+    """Return the peaks of three real steps on `device`, as rank 0 of 2, in bytes.
+
+    Values gathered from the other rank are whatever was in memory. On a CPU nothing is counted."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    memory = _Memory(device)
     world = SimulatedWorld(0, 0, 2, device)
     labels = ["0", "1"] if cfg.task == "classification" else None
     quantization, _ = choose_quantization(cfg, 2, device)
     dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, device)
     kind = type("Strategy", (OnOneGPU, {"ddp": DDP, "fsdp": FSDP}[cfg.strategy]), {})
-    from multigpu_ft.models.loading import load_model
-
     model = load_model(cfg, NoTokenizer(), labels, dtype, quantization, device)
     strategy = kind(cfg, world)
     put_under(cfg, strategy, with_loss(cfg, model, labels), streamed=True)
     del model
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    memory.begin()
     step = Step(
         [longest_batch(cfg, packing_of(cfg), bool(labels))] * cfg.accum_steps, 1, 1, 1, 1, 1, 1
     )
     begun = 0.0
     for _ in range(3):
-        torch.cuda.synchronize()
+        memory.wait()
         begun = time.perf_counter()
-        train_step(strategy, step, cfg.learning_rate, cfg.max_grad_norm, Stopwatch(device))
-        torch.cuda.synchronize()
+        _, norm = train_step(
+            strategy, step, cfg.learning_rate, cfg.max_grad_norm, Stopwatch(device)
+        )
+        memory.wait()
     seconds = time.perf_counter() - begun
-    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    context = free_before - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved()
-    return {"allocated": allocated, "reserved": reserved, "seconds": seconds, "beside": context}
+    found = {**memory.read(), "seconds": seconds, "finite": bool(norm.isfinite())}
+    dist.destroy_process_group()
+    return found
 
 
-def on_gpu() -> None:
-    rows, gpu = (
-        [],
-        find_gpu(
-            torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**20
-        ),
+class _Memory:
+    "The memory of `device` in this process."
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_counted = device.type != "cpu"
+        self._module = torch.get_device_module(device)
+        self._free = self._module.mem_get_info(device)[0] if self._is_counted else 0
+
+    def begin(self) -> None:
+        if self._is_counted:
+            self._module.empty_cache()
+            self._module.reset_peak_memory_stats()
+
+    def wait(self) -> None:
+        if self._is_counted:
+            self._module.synchronize()
+
+    def read(self) -> dict[str, int]:
+        "Return the peaks since `begin`, and what the process has beside torch's allocator."
+        if not self._is_counted:
+            return {"allocated": 0, "reserved": 0, "beside": 0}
+        taken = self._free - self._module.mem_get_info(self._device)[0]
+        return {
+            "allocated": self._module.max_memory_allocated(),
+            "reserved": self._module.max_memory_reserved(),
+            "beside": taken - self._module.memory_reserved(),
+        }
+
+
+def on_gpu(wanted: list[str]) -> None:
+    gpu = find_gpu(
+        torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**20
     )
-    for name, (architecture, settings) in gpu_configurations().items():
+    known, rows, failed = gpu_configurations(), [], {}
+    for name in wanted or known:
+        architecture, settings = known[name]
         with tempfile.TemporaryDirectory() as folder:
             save_model(architecture, folder, settings.get("task"))
             cfg = configuration(folder, settings)
             guess = simulate(cfg, gpu, 2)
+            dist.destroy_process_group()
             done = subprocess.run(
                 [sys.executable, __file__, "--on-gpu", json.dumps(cfg.model_dump())],
                 capture_output=True,
@@ -439,36 +482,44 @@ def on_gpu() -> None:
                 timeout=600,
             )
         if done.returncode:
-            print(f"{name}: failed: {done.stderr[-800:]}", flush=True)
+            failed[name] = done.stderr[-800:]
+            print(f"{name}: failed: {failed[name]}", flush=True)
             continue
-        real = json.loads(done.stdout.splitlines()[-1])
-        row = {
-            "configuration": name,
-            "predicted_mib": round(predicted(guess) / 2**20, 1),
-            "measured_mib": round(real["allocated"] / 2**20, 1),
-            "predicted_reserved_mib": round(guess["reserved"] / 2**20, 1),
-            "measured_reserved_mib": round(real["reserved"] / 2**20, 1),
-            "error": predicted(guess) / real["allocated"] - 1,
-            "reserved_error": guess["reserved"] / real["reserved"] - 1,
-            "predicted_s": guess["seconds"],
-            "measured_s": real["seconds"],
-            "beside_mib": round(real["beside"] / 2**20, 1),
-        }
-        rows.append(row)
-        print(
-            f"{name:24} allocated {row['predicted_mib']:9.1f} {row['measured_mib']:9.1f} "
-            f"{row['error']:+.2%}   reserved {row['predicted_reserved_mib']:9.1f} "
-            f"{row['measured_reserved_mib']:9.1f} {row['reserved_error']:+.2%}",
-            flush=True,
-        )
-    save(
-        "memory-gpu.json",
-        {
+        rows.append(_row(name, guess, json.loads(done.stdout.splitlines()[-1])))
+    if rows:
+        found = {
             **summarise(rows),
             "gpu": torch.cuda.get_device_name(),
             "false_fits": sum(r["reserved_error"] < 0 for r in rows),
-        },
+            "failed": failed,
+        }
+        save("memory-gpu.json", found)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _row(name: str, guess: dict, real: dict) -> dict:
+    row = {
+        "configuration": name,
+        "predicted_mib": round(predicted(guess) / 2**20, 1),
+        "measured_mib": round(real["allocated"] / 2**20, 1),
+        "predicted_reserved_mib": round(guess["reserved"] / 2**20, 1),
+        "measured_reserved_mib": round(real["reserved"] / 2**20, 1),
+        "error": predicted(guess) / real["allocated"] - 1,
+        "reserved_error": guess["reserved"] / real["reserved"] - 1,
+        "predicted_s": guess["seconds"],
+        "measured_s": real["seconds"],
+        "beside_mib": round(real["beside"] / 2**20, 1),
+        "finite": real["finite"],
+    }
+    print(
+        f"{name:24} allocated {row['predicted_mib']:9.1f} {row['measured_mib']:9.1f} "
+        f"{row['error']:+.2%}   reserved {row['predicted_reserved_mib']:9.1f} "
+        f"{row['measured_reserved_mib']:9.1f} {row['reserved_error']:+.2%}   "
+        f"beside it {row['beside_mib']:.0f}",
+        flush=True,
     )
+    return row
 
 
 # -- what fits on 2 x T4, and how long an estimate takes --------------------------------------------------------------
@@ -575,16 +626,19 @@ def timing(repeats: int) -> None:
 
 def main() -> None:
     what, rest = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
+    if what == "--gpu":
+        use_gpus(1)
+        return on_gpu(rest)
+    if what == "--on-gpu":
+        cfg = RunConfig(**json.loads(rest[0]))
+        return print(json.dumps(measure_alone(cfg, torch.device("cuda", 0))))
+    hide_gpus()
     if what == "--rank":
         found = measure(RunConfig(**json.loads(rest[0])))
         (Path(rest[1]) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
         dist.barrier()
         os._exit(0)
-    if what == "--on-gpu":
-        print(json.dumps(measure_on_gpu(RunConfig(**json.loads(rest[0])))))
-    elif what == "--gpu":
-        on_gpu()
-    elif what == "--table":
+    if what == "--table":
         table()
     elif what == "--time":
         timing(int(rest[0]) if rest else 5)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from gpus import hide_gpus
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -28,6 +29,7 @@ WAYS = {
 }
 STEPS = 40
 
+hide_gpus()
 os.environ["OMP_NUM_THREADS"] = "1"
 curves, seconds = {}, {}
 with tempfile.TemporaryDirectory() as root:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from gpus import hide_gpus  # noqa: E402
 from harness.browser import Lab, make_notebook  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -119,6 +120,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20_000)
     options = parser.parse_args()
+    hide_gpus()
     path = RESULTS / "notebook.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     if options.rounds:

@@ -59,8 +59,9 @@ class Ours:
         loss, norm = train_step(self.strategy, step, 1e-4, 1.0, self._watch)
         interval.add(step, loss)
         self.world.sum(False)
-        measured = interval.measure(self._watch, 0.0)
-        self._tracker.log({**measured, "grad_norm": norm.item(), "time": time.time()})
+        interval.end(self._watch, norm)
+        measured = interval.measure(0.0)
+        self._tracker.log({**measured, "time": interval.ended})
         self._tracker.heartbeat(loss=measured["loss"])
         self.tokens.append(step.targets)
         return measured["loss"]

@@ -8,8 +8,9 @@ torchrun --standalone --nproc-per-node N bench/peers.py ARM FOLDER fp32|bf16|fp1
   train_sampling_strategy="group_by_length", and on blocks of max_length tokens that span documents
 - trl: SFTTrainer with packing=True
 
-Prints one JSON object: time and real tokens of each optimizer step (all ranks), the first step's
-loss, the process's start and its peak memory.
+All of them compute on the GPU of their rank where one is visible, else on the CPU. Prints one JSON
+object: time and real tokens of each optimizer step (all ranks), the first step's loss and the
+process's peak memory.
 """
 
 import json
@@ -32,16 +33,29 @@ from transformers import (
 TEXTS, MAX_LENGTH, RATE = 4, 512, 1e-4
 
 
+def own_device():
+    "Return the device of this rank, on which `Trainer` computes as well."
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def now(device):
+    "Return the time at which all queued work is done."
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    return time.time()
+
+
 def report(times, tokens, first_loss):
-    counts = torch.tensor(tokens, dtype=torch.float64)
+    device = own_device()
+    # where the group is NCCL's, as Trainer makes it, it takes no tensors of the host
+    counts = torch.tensor(tokens, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(counts)
-    cuda = torch.cuda.is_available()
-    peak = (
-        torch.cuda.max_memory_allocated()
-        if cuda
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device.type != "cpu":
+        peak = torch.get_device_module(device).max_memory_allocated(device)
     if int(os.environ.get("RANK", 0)) == 0:
         print(
             json.dumps(
@@ -67,7 +81,10 @@ def tokenized(folder, tokenizer):
 def original(folder, dtype, rows, max_steps):
     from torch.nn.parallel import DistributedDataParallel
 
-    dist.init_process_group("gloo")
+    device = own_device()
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     padded = tokenizer(
@@ -78,7 +95,7 @@ def original(folder, dtype, rows, max_steps):
         return_tensors="pt",
     )
     model = DistributedDataParallel(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train()
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     order = torch.randperm(len(padded["input_ids"]), generator=torch.Generator().manual_seed(0))[
@@ -86,7 +103,7 @@ def original(folder, dtype, rows, max_steps):
     ]
     times, tokens, first_loss = [], [], None
     for chosen in order.split(TEXTS)[:max_steps]:
-        ids, mask = padded["input_ids"][chosen], padded["attention_mask"][chosen]
+        ids, mask = (padded[name][chosen].to(device) for name in ("input_ids", "attention_mask"))
         loss = model(
             input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)
         ).loss
@@ -97,7 +114,7 @@ def original(folder, dtype, rows, max_steps):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.time())
+        times.append(now(device))
     report(times, tokens, first_loss)
 
 
@@ -106,7 +123,7 @@ class Clock(TrainerCallback):
         self.times, self.first_loss = [], None
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.times.append(time.time())
+        self.times.append(now(args.device))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.first_loss is None and "loss" in (logs or {}):
@@ -143,10 +160,10 @@ def arguments(arm, folder, dtype, rows, max_steps, kind=TrainingArguments, **mor
         seed=0,
         bf16=dtype == "bf16",
         fp16=dtype == "fp16",
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=own_device().type == "cpu",
         gradient_checkpointing=False,
         dataloader_drop_last=True,
-        **({} if torch.cuda.is_available() else {"ddp_backend": "gloo"}),
+        **({"ddp_backend": "gloo"} if own_device().type == "cpu" else {}),
         **more,
     )
 

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from gpus import hide_gpus
 from harness import faults
 
 TRAINER = """
@@ -143,6 +144,7 @@ def main():
         "--json", type=Path, default=Path(__file__).parent / "results" / "resume.json"
     )
     options = parser.parse_args()
+    hide_gpus()
     with tempfile.TemporaryDirectory(prefix="bench-resume-") as tmp:
         folder = faults.make_material(Path(tmp))
         server, results = faults.Server(folder / "model"), {}

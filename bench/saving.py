@@ -1,10 +1,11 @@
 """Measure how long a save stalls training, and how long it takes: ours and torch's, with 110M parameters.
 
-python bench/saving.py [--rounds 6] [--json bench/results/saving.json]
+python bench/saving.py [--rounds 6] [--gpu] [--json bench/results/saving.json]
 
 Every round runs every arm once, in a different order. A stall is the time until training may
 continue. A full save is the time until the checkpoint is complete and flushed to the disk, with a
-digest of each file (torch's arms make no digests)."""
+digest of each file (torch's arms make no digests). All arms run on 2 ranks on the CPU, or with --gpu
+on one or two GPUs. There the result, saving-gpu.json, also says how much host memory was pinned."""
 
 import argparse
 import json
@@ -17,6 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from gpus import hide_gpus, use_gpus
 
 ARMS = (
     "ours, waiting for all of it",
@@ -31,6 +34,7 @@ def rank(strategy_name, rounds, report):
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from torch.distributed import distributed_c10d
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from transformers import AutoModelForCausalLM, OPTConfig
 
@@ -44,8 +48,13 @@ def rank(strategy_name, rounds, report):
 
     torch.set_num_threads(1)
     folder = Path(report).parent / strategy_name
-    cfg = RunConfig(run_root=str(folder), strategy=strategy_name, keep=1, run_name="run")
+    cfg = RunConfig(
+        run_root=str(folder), strategy=strategy_name, dtype="fp32", keep=1, run_name="run"
+    )
+    unpickler = distributed_c10d._unpickler
     world = join_world(cfg)
+    # ours refuses the plans that torch's arms send to each other
+    distributed_c10d._unpickler = unpickler
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         OPTConfig(
@@ -63,6 +72,7 @@ def rank(strategy_name, rounds, report):
     strategy.prepare(LossModel(model), lambda m: make_optimizer(cfg, m))
     ids = torch.arange(64).reshape(1, 64)
     batch = {"input_ids": ids, "predictors": torch.arange(63), "targets": torch.arange(1, 64)}
+    batch = {name: tensor.to(world.device) for name, tensor in batch.items()}
     # keeps the thread of dcp.async_save apart from a step's collectives
     apart = dist.new_group(backend="gloo")
     if world.is_main:
@@ -70,30 +80,35 @@ def rank(strategy_name, rounds, report):
     dist.barrier()
     writer, count = CheckpointWriter(RunDir(folder / "run"), cfg, strategy, {}), 0
 
+    def wait():
+        if world.device.type != "cpu":
+            torch.get_device_module(world.device).synchronize()
+
     def step():
         strategy.backward(strategy.forward(**batch, scale=1 / 63)[0])
         strategy.clip_grad_norm(1.0)
         strategy.step()
+        wait()
 
-    def ours(wait):
+    def ours(to_the_end):
         nonlocal count
         count += 1
         begun = time.perf_counter()
         writer.start(Progress(0, 5000, 1, count, count, count, count), end_of_epoch=False)
-        if wait:
+        if to_the_end:
             writer.wait()
         stall = time.perf_counter() - begun
         steps = []
         # train while the save is being written
-        while not wait and world.sum(writer._thread.is_alive())[0]:
+        while not to_the_end and world.sum(writer._thread.is_alive())[0]:
             before = time.perf_counter()
             step()
             steps.append(time.perf_counter() - before)
-        save = None if wait else writer.wait()
-        assert wait or save.error is None, save
+        save = None if to_the_end else writer.wait()
+        assert to_the_end or save.error is None, save
         return {
             "stall": stall,
-            "seconds": stall if wait else save.seconds,
+            "seconds": stall if to_the_end else save.seconds,
             "step_meanwhile": statistics.median(steps) if steps else None,
         }
 
@@ -161,12 +176,23 @@ def rank(strategy_name, rounds, report):
                     "arms": taken,
                     "step_alone": alone[1:],
                     "bytes": 3 * 4 * parameters,
+                    "device": str(world.device),
+                    "pinned_bytes": pinned_bytes(world.device),
                 }
             )
         )
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
+
+
+def pinned_bytes(device):
+    "Return the most host memory that this process has had pinned at a time; None on a CPU or before torch 2.8."
+    import torch
+
+    if device.type == "cpu" or not hasattr(torch.cuda, "host_memory_stats"):
+        return None
+    return torch.cuda.host_memory_stats().get("allocated_bytes.peak")
 
 
 def of_all_ranks(dist, world, value):
@@ -186,11 +212,14 @@ def spread(values):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument(
-        "--json", type=Path, default=Path(__file__).parent / "results" / "saving.json"
-    )
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results = {}
+    ranks = use_gpus(2) if options.gpu else 2
+    if not options.gpu:
+        hide_gpus()
+    name = "saving-gpu.json" if options.gpu else "saving.json"
+    out, results = options.json or Path(__file__).parent / "results" / name, {}
     for strategy in ("ddp", "fsdp"):
         with tempfile.TemporaryDirectory(prefix="bench-saving-") as tmp:
             report = Path(tmp) / "report.json"
@@ -198,7 +227,7 @@ def main():
                 Path(sys.executable).parent / "torchrun",
                 "--standalone",
                 "--nproc-per-node",
-                "2",
+                str(ranks),
             ]
             subprocess.run(
                 [*torchrun, __file__, "rank", strategy, str(options.rounds), report],
@@ -214,6 +243,9 @@ def main():
         results[strategy] = {
             "parameters": found["parameters"],
             "bytes": found["bytes"],
+            "ranks": ranks,
+            "device": found["device"],
+            "pinned_bytes": found["pinned_bytes"],
             "stall_s": {arm: spread([r["stall"] for r in arms[arm]]) for arm in ARMS},
             "until_complete_s": {arm: spread([r["seconds"] for r in arms[arm]]) for arm in ARMS},
             "stall over a synchronous full save": spread(
@@ -230,7 +262,7 @@ def main():
             ),
         }
         print(strategy, json.dumps(results[strategy], indent=1), flush=True)
-    options.json.write_text(json.dumps(results, indent=1) + "\n")
+    out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from gpus import hide_gpus
 from harness import faults
 
 from multigpu_ft.run.run_dir import RunDir
@@ -63,6 +64,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    hide_gpus()
     loopback_up()
     found = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory() as tmp:

@@ -2,7 +2,10 @@
 
 python bench/training.py [--dataset FILE.jsonl] [--repeats 5] [--only PART ...]
 
-Writes bench/results/cpu.json (or gpu.json with --gpu) and prints the table. All arms train the same
+python bench/training.py --gpu [--only "OPT-125M fp16"]
+
+Writes bench/results/cpu.json (or training-gpu.json with --gpu) and prints the table. Without --gpu
+all arms run on the CPU, with it all run on one GPU. All arms train the same
 model (OPT, hidden 384, 6 layers, from the same random weights) on texts of the same file, on 2 gloo
 ranks of one thread each. Their micro-batches have 4 texts of at most 512 tokens or 2 full rows, ours
 have 2 or 3 rows. A peer is compared with the arm of ours that has the most similar number of real
@@ -21,6 +24,10 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+
+from gpus import hide_gpus, use_gpus
+
+from multigpu_ft.run.environment import visible_gpus
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
@@ -48,12 +55,27 @@ PARTS = {
         {"ours ddp 2": 5, "original": 3, "dynamic": 4, "grouped": 4, "packed": 5, "trl": 4},
     ),
 }
-GPU_PARTS = {  # on one GPU; the models have random weights
+GPU_PARTS = {  # on one GPU; the models have random weights. The smallest one fits on every GPU
+    "OPT-125M fp16": ("facebook/opt-125m", "fp16", {"ours single 8": 20, "packed": 20}),
     "OPT-1.3B bf16": ("facebook/opt-1.3b", "bf16", {"ours single 8": 20, "packed": 20}),
     "OPT-1.3B fp16": ("facebook/opt-1.3b", "fp16", {"ours single 8": 20, "packed": 20}),
     "Qwen3-0.6B bf16": ("Qwen/Qwen3-0.6B", "bf16", {"ours single 8": 20, "packed": 20}),
 }
 GPU_SHAPES = {
+    "facebook/opt-125m": (
+        "opt",
+        {
+            "vocab_size": 50272,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "ffn_dim": 3072,
+            "num_attention_heads": 12,
+            "max_position_embeddings": 2048,
+            "word_embed_proj_dim": 768,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
     "facebook/opt-1.3b": (
         "opt",
         {
@@ -178,6 +200,7 @@ def ours(strategy, rows, folder, dtype, steps):
         batch_size=rows,
         learning_rate=1e-4,
         max_steps=steps,
+        nproc=1 if strategy == "single" else 2,
         run_root=f"{folder}/runs",
         resume_file="none",
     )
@@ -327,14 +350,17 @@ def main():
     )
     parser.add_argument("--gpu", action="store_true")
     args = parser.parse_args()
+    use_gpus(1) if args.gpu else hide_gpus()
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    out = HERE / "results" / ("gpu.json" if args.gpu else "cpu.json")
+    out = HERE / "results" / ("training-gpu.json" if args.gpu else "cpu.json")
     out.parent.mkdir(exist_ok=True)
     result = json.loads(out.read_text()) if out.exists() and args.only else {}
     packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers", "trl"))
     result["machine"] = (
         f"{platform.machine()}, {os.cpu_count()} cores, {packages}, {Path(args.dataset).name}"
     )
+    if args.gpu:
+        result["machine"] += f", {visible_gpus()[0]}"
 
     def save(part, value):
         result[part] = value

@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from gpus import hide_gpus
+
 HERE, BIN = Path(__file__).parent, Path(sys.executable).parent
 WAYS = {
     "single": {"strategy": "single"},
@@ -211,6 +213,7 @@ def main():
     parser.add_argument("--folder")
     parser.add_argument("--compare", action="store_true")
     args = parser.parse_args()
+    hide_gpus()
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     if args.rank:
         be_rank(args.rank, args.folder, args.steps, args.compare)

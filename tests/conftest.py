@@ -1,6 +1,7 @@
 """Fixtures, such as a run root whose processes must be gone when its test ends, and a real Jupyter kernel."""
 
 import os
+import re
 import sys
 import types
 
@@ -34,6 +35,20 @@ LONGEST = (
 )
 
 
+def pytest_configure(config):
+    """Hide the GPUs from this process and all that tests start, unless `-m` asks for tests that need one.
+
+    Else, on a machine with one GPU, a run of two ranks would be refused, and a run would be
+    compared on the GPU with another on the CPU."""
+    if not asks_for_gpus(config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def asks_for_gpus(marks):
+    "Return whether `marks`, the expression after `-m`, selects the tests that need a GPU."
+    return bool(re.search(r"(?<!not )\bgpu\b", marks))
+
+
 def pytest_collection_modifyitems(items):
     import torch
 
@@ -42,7 +57,7 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and -m gpu"))
 
 
 def pytest_sessionfinish(session):
@@ -169,7 +184,6 @@ def elsewhere(monkeypatch, tmp_path):
     for name in (
         "KAGGLE_KERNEL_RUN_TYPE",
         "COLAB_RELEASE_TAG",
-        "CUDA_VISIBLE_DEVICES",
         secrets._ASKED,
         *secrets.SECRETS,
     ):

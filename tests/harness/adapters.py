@@ -5,6 +5,7 @@ python tests/harness/adapters.py --json bench/results/adapters.json
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -221,6 +222,7 @@ def main():
     parser.add_argument("--tunings", nargs="*", default=list(TUNINGS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all ranks are on the CPU
     with tempfile.TemporaryDirectory() as tmp:
         material = make_models(Path(tmp) / "material")
         server, cells = (

@@ -150,6 +150,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all ranks are on the CPU
     rng, outcomes = random.Random(options.seed), []
     cells = [(launcher, fault) for launcher in CELLS for fault in FAULTS]
     for number in range(options.trials):

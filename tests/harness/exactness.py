@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from multigpu_ft import RunConfig
@@ -211,6 +212,24 @@ def planted_infinity(model, texts, world, way, dtype):
     return everybodys(report)
 
 
+def scale_reads(model, texts, world, strategy):
+    "Return how often the host reads the loss scale in a step of four micro-batches, the second one."
+    cfg = config(strategy, batch_size=1, accum_steps=4, dtype="fp16")
+    strategy, stream = start(model, cfg, world), steps(texts, cfg, "packed", world)
+    reads = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                reads.append(args[0] is strategy.loss_scale.value)
+            return func(*args, **(kwargs or {}))
+
+    train_step(strategy, next(stream), 1e-3, 1.0, Stopwatch(world.device))
+    with Reads():
+        train_step(strategy, next(stream), 1e-3, 1.0, Stopwatch(world.device))
+    return sum(reads)
+
+
 @torch.no_grad()
 def alone_and_together(model, texts):
     "Return the largest difference of a token's loss between a text alone and packed or bucketed with others."
@@ -241,7 +260,10 @@ def main():
     world = join_world(RunConfig(strategy="ddp"))
     texts, report = (
         slice_of(400),
-        {"curves": {}, "texts": {}, "infinity": {}, "bits": {}, "uneven": {}, "bytes": {}},
+        {
+            **{"curves": {}, "texts": {}, "infinity": {}, "bits": {}, "uneven": {}, "bytes": {}},
+            "scale reads": {},
+        },
     )
     models = {name: build(name) for name in ARCHITECTURES}
     for name, model in models.items():
@@ -284,6 +306,8 @@ def main():
             report["infinity"][f"{way} {dtype}"] = planted_infinity(
                 models["opt"], texts, world, way, dtype
             )
+    for way in ("zero1", "zero2", "zero3"):
+        report["scale reads"][way] = scale_reads(models["opt"], texts, world, way)
     for dtype in ("fp32", "bf16", "fp16"):
         cfg = config("ddp", batch_size=2, dtype=dtype)
         strategy, stream = start(models["opt"], cfg, world), steps(texts, cfg, "bucketed", world)

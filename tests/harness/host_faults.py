@@ -9,6 +9,7 @@ undisturbed run, bit for bit, and with no process left.
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
@@ -252,6 +253,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all ranks are on the CPU
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     names = asked.only or list(FAULTS)
     found = {name: {"outcomes": [], "seconds": []} for name in names}

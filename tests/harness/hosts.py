@@ -405,6 +405,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all ranks are on the CPU
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     found = {}
     for shared in (True, False):
