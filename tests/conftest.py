@@ -91,6 +91,20 @@ def no_process_group_is_left():
 
 
 @pytest.fixture
+def two_t4(tmp_path, monkeypatch):
+    "Make nvidia-smi list two T4s, which torch doesn't see here. Returns its path."
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(
+        '#!/bin/sh\nfor i in 0 1; do echo "$i, GPU-$i, Tesla T4, 15360, 0, 550.1, 7.5"; done\n'
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return smi
+
+
+@pytest.fixture
 def run_root(tmp_path):
     root = tmp_path / "runs"
     yield root

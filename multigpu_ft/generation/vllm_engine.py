@@ -98,8 +98,8 @@ _SHARE_VARIABLE, _OF_FREE, _LEAST_SHARE = "MULTIGPU_FT_VLLM_MEMORY", 0.92, 0.05
 def _free_share(local_rank: int) -> dict[str, float]:
     """Return vLLM's `gpu_memory_utilization` as a keyword: nine tenths of what is free.
 
-    Empty without a GPU. Raises `ConfigError` if hardly anything is free, or for a share in the
-    environment that is none."""
+    Empty without a GPU. Raises `ConfigError` if hardly anything is free, or if the share in the
+    environment isn't between 0 and 1."""
     wanted = os.environ.get(_SHARE_VARIABLE)
     if wanted:
         share = float(wanted) if re.fullmatch(r"[01]?\.?\d+", wanted) else 0.0

@@ -78,7 +78,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Return whether `device`, which has no compute capability, computes in bf16."""
+    "Return whether `device`, which has no compute capability, computes in bf16."
     return bool(getattr(torch.get_device_module(device), "is_bf16_supported", bool)())
 
 # %% ../../nbs/run/15_device.ipynb #1dde2453

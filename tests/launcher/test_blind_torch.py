@@ -1,6 +1,5 @@
 """A torch that doesn't see the machine's GPUs: the run is refused, and nothing trains on the CPU unasked."""
 
-import os
 import time
 
 import pytest
@@ -20,20 +19,6 @@ OLD_DRIVER = {
     "cuda": "13.0",
     "errors": ["The NVIDIA driver on your system is too old"],
 }
-
-
-@pytest.fixture
-def two_t4(tmp_path, monkeypatch):
-    "Make nvidia-smi list two T4s that this torch doesn't see. Returns its path."
-    smi = tmp_path / "bin" / "nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(
-        '#!/bin/sh\nfor i in 0 1; do echo "$i, GPU-$i, Tesla T4, 15360, 0, 550.1, 7.5"; done\n'
-    )
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return smi
 
 
 def test_a_run_is_refused_before_its_ranks_start(two_t4, run_root):

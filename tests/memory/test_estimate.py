@@ -114,19 +114,6 @@ def fake_smi(tmp_path, monkeypatch, gpus, processes="", listed="", about=""):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-@pytest.fixture
-def two_t4(tmp_path, monkeypatch):
-    "Make nvidia-smi report two T4s."
-    script = tmp_path / "bin" / "nvidia-smi"
-    script.parent.mkdir()
-    script.write_text(
-        '#!/bin/sh\nfor i in 0 1; do echo "$i, GPU-$i, Tesla T4, 15360, 0, 550.1, 7.5"; done\n'
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
