@@ -325,13 +325,14 @@ def _checkpointed(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
     found = fit("none", _guess)
     if found.fits:
         found = fit("none")
-    saved = 0.0 if found.fits else fit("none", _guess).peak - fit("full", _guess).peak
+    # of tensors, not of peaks: the slack in those shrinks where memory is tight
+    saved = 0.0 if found.fits else fit("none", _guess).used - fit("full", _guess).used
     if saved <= 0:
         return found if found.fits else fit("none")
     every, share = 9, 0.0  # of the blocks
     while every > 1 and not found.fits:
-        share += (found.peak - found.limit) / saved
-        every = max(1, min(every - 1, int(1 / share)))
+        share += max(0.0, found.context + found.used - found.limit) / saved
+        every = max(1, min(every - 1, int(1 / share) if share else every))
         share = 1 / every
         found = fit(every if every > 1 else "full")
     return found
