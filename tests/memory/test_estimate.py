@@ -339,16 +339,17 @@ def test_auto_recomputes_as_few_blocks_as_fit(ask):
     none, full = (
         decide(ask, cfg.replace(activation_checkpointing=way), T4, 2) for way in ("none", "full")
     )
-    assert full.used < none.used and decide(ask, cfg, T4, 2).found["every"] == 0
+    assert full.peak < none.peak and decide(ask, cfg, T4, 2).found["every"] == 0
 
-    def on(tensors):
+    def on(tensors, way="auto"):
         "Decide on a GPU with room for `tensors` bytes of them, where little is left as slack."
         gpu = GPU("tight", (none.context + tensors) / 2**20, (7, 5))
-        return decide(ask, cfg, gpu, 2)
+        return decide(ask, cfg.replace(activation_checkpointing=way), gpu, 2)
 
-    most, least = on(0.2 * full.used + 0.8 * none.used), on(0.7 * full.used + 0.3 * none.used)
-    assert most.fits and most.found["every"] in (2, 3, 4)
-    assert least.fits and least.found["every"] == 1
+    some, all_of_them = 0.2 * full.used + 0.8 * none.used, 0.7 * full.used + 0.3 * none.used
+    assert on(some).fits and on(some).found["every"] in (2, 3, 4) and not on(some, "none").fits
+    assert on(all_of_them).fits and on(all_of_them).found["every"] == 1
+    assert not on(all_of_them, 2).fits
 
 
 def test_a_t4_does_not_use_bf16(ask, little):
