@@ -30,7 +30,8 @@ import psutil
 
 from multigpu_ft import RunConfig, RunDir, launch
 from multigpu_ft.checkpoints.discovery import sweep
-from multigpu_ft.run.run_dir import FINISHED_STATES, PARTIAL
+from multigpu_ft.launcher.restarts import attempt_of
+from multigpu_ft.run.run_dir import FINISHED_STATES, LIVE_STATES, PARTIAL
 
 TEXTS, WORDS, MAX_LENGTH = 48, 40, 32
 FIRST_ID = 4 + WORDS  # tokens from here on name one text each
@@ -131,8 +132,10 @@ def config(folder, root, **settings):
 # -- the server -----------------------------------------------------------------------------------------------------
 
 
-def traced(epoch_steps, run_dir, rank):
-    "Wrap `epoch_steps` to record which texts each step has."
+def traced(epoch_steps, run_dir, rank, pause_s=0.0):
+    "Wrap `epoch_steps` to record which texts each step of this attempt has, and to wait before each step."
+    attempt = len(RunDir(run_dir).status().get("attempts", []))
+    trace = Path(run_dir) / f"trace{rank}.{attempt}.jsonl"
 
     def steps(*arguments):
         for step in epoch_steps(*arguments):
@@ -142,8 +145,9 @@ def traced(epoch_steps, run_dir, rank):
                 for t in batch["input_ids"].ravel()
                 if t >= FIRST_ID
             ]
-            with open(Path(run_dir) / f"trace{rank}.jsonl", "a") as file:
+            with open(trace, "a") as file:
                 file.write(json.dumps(ids) + "\n")
+            time.sleep(pause_s)
             yield step
 
     return steps
@@ -387,28 +391,37 @@ def final_state(checkpoint):
 
 
 def lineage(runs):
-    "Return what consecutive runs did together: losses and texts of each step that counts."
+    """Return what consecutive runs did together: losses and texts of each step that counts.
+
+    A run that `launch` continued in its own directory is given once, or once for each attempt."""
     losses, texts = {}, {}
-    for run_dir in runs:
-        status = run_dir.status()
-        first = status.get("first_step")
-        if first is None:
-            continue  # killed before it was recorded
-        for step in [s for s in losses if s >= first]:
-            del losses[step]
-        for step in [s for s in texts if s >= first]:
-            del texts[step]
-        losses |= {m["step"]: m["loss"] for m in run_dir.metrics()}
-        traces = [
-            path.read_text().splitlines(keepends=True)
-            for path in sorted(run_dir.path.glob("trace*.jsonl"))
-        ]
-        # at its end, a resumed run reads the texts of the run's first step once more
-        last = max((m["step"] for m in run_dir.metrics()), default=0)
-        for number, lines in enumerate(zip(*traces, strict=False), first):
-            if number <= last and all(line.endswith("\n") for line in lines):
-                texts[number] = sorted(itertools.chain(*map(json.loads, lines)))
+    for run_dir in {run_dir.path: run_dir for run_dir in runs}.values():
+        status, metrics = run_dir.status(), run_dir.metrics()
+        newest = {**attempt_of(status), "step": max((m["step"] for m in metrics), default=0)}
+        for number, attempt in enumerate([*status.get("attempts", []), newest]):
+            if attempt["first_step"] is None:
+                continue  # killed before it was recorded
+            for step in [s for s in texts if s >= attempt["first_step"]]:
+                del texts[step]
+            texts |= steps_of(run_dir, number, attempt)
+        if (first := status.get("first_step")) is not None:
+            losses = {step: loss for step, loss in losses.items() if step < first}
+            losses |= {m["step"]: m["loss"] for m in metrics}
     return [losses[s] for s in sorted(losses)], [texts[s] for s in sorted(texts)]
+
+
+def steps_of(run_dir, number, attempt):
+    "Return the texts of each step that attempt `number` of a run made, as all its ranks recorded them."
+    traces = [
+        path.read_text().splitlines(keepends=True)
+        for path in sorted(run_dir.path.glob(f"trace*.{number}.jsonl"))
+    ]
+    # at its end, a resumed run reads the texts of the run's first step once more
+    return {
+        step: sorted(itertools.chain(*map(json.loads, lines)))
+        for step, lines in enumerate(zip(*traces, strict=False), attempt["first_step"])
+        if step <= attempt["step"] and all(line.endswith("\n") for line in lines)
+    }
 
 
 def newest(root):
@@ -560,7 +573,9 @@ if 'multigpu_ft.training' in sys.orig_argv and 'RANK' in os.environ:
     sys.path.insert(0, {str(Path(__file__).parents[1])!r})
     from harness import faults
     from multigpu_ft.data import batches
-    batches.epoch_steps = faults.traced(batches.epoch_steps, sys.orig_argv[-1], os.environ['RANK'])
+    batches.epoch_steps = faults.traced(
+        batches.epoch_steps, sys.orig_argv[-1], os.environ['RANK'], pause_s=0.1
+    )
 """
 
 
@@ -575,34 +590,33 @@ def traced_by_torchrun(folder):
     }
 
 
+def reached(run, step):
+    return any(m["step"] >= step for m in run.dir.recent_metrics(1))
+
+
 def torchrun_trial(kills, seed):
-    "Do what `Kills.trial` does, through `launch` and torchrun."
+    "Do what `Kills.trial` does, through `launch` and torchrun, after one of the first 20 steps."
     rng = random.Random(seed)
-    number = rng.randrange(len(WAYS))
+    number, step = rng.randrange(len(WAYS)), rng.randint(1, 20)
     root = Path(tempfile.mkdtemp(dir=kills.folder, prefix=f"torchrun{seed}-"))
-    cfg, runs = config(kills.folder, root, **WAYS[number]), []
+    cfg = config(kills.folder, root, **WAYS[number])
     before = dict(os.environ)
     os.environ.update(traced_by_torchrun(kills.folder))
     try:
         with contextlib.redirect_stderr(open(os.devnull, "w")):
             run = launch(cfg, wait=False)
-            runs.append(run.dir)
-            while run.state == "starting":
-                time.sleep(0.01)
-            end = time.monotonic() + rng.uniform(0, kills.seconds[number])
-            while time.monotonic() < end and run.state == "running":
+            while run.state in LIVE_STATES and not reached(run, step):
                 time.sleep(0.01)
             pids = run.status["pids"]
-            victim = rng.choice([pids["agent"], *pids["ranks"]])
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
+            os.kill(rng.choice([pids["agent"], *pids["ranks"]]), signal.SIGKILL)
             with contextlib.suppress(RuntimeError):
                 run.wait(30)
-            runs.append(launch(cfg).dir)
+            assert run.state not in FINISHED_STATES, "it was too fast for the test"
+            run = launch(cfg)
     finally:
         os.environ.clear()
         os.environ.update(before)
-    assert_exact(outcome(root, runs), kills.expected[number])
+    assert_exact(outcome(root, [run.dir]), kills.expected[number])
     shutil.rmtree(root)
 
 
