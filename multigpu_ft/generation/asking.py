@@ -45,7 +45,7 @@ from ..run.config import RunConfig
 from ..run.device import is_accelerator, local_device
 from ..run.errors import CheckpointError, ConfigError, DataError, ModelError
 from ..run.numbers import percent
-from ..run.processes import leave, watch_parent
+from ..run.processes import leave, take_stdout, watch_parent
 from ..run.run_dir import RunDir
 from ..run.secrets import hide_secrets, use_secrets
 
@@ -368,8 +368,7 @@ def _answer(
 
 def main(path: Path) -> None:
     "Run `python -m multigpu_ft.generation.asking RUN_DIR`, which the kernel starts."
-    replies, sys.stdout = sys.stdout, sys.stderr  # libraries print
-    requests, models = _Requests(), _Models(RunDir(path))
+    replies, requests, models = take_stdout(), _Requests(), _Models(RunDir(path))
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     use_secrets()

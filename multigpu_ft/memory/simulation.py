@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 
-from ..run.processes import watch_parent
+from ..run.processes import take_stdout, watch_parent
 
 # %% ../../nbs/memory/03_simulation.ipynb #45ac7513
 #| eval: false
@@ -293,6 +293,9 @@ def _shell(cfg: RunConfig, dtype: torch.dtype, quantization: str) -> nn.Module:
 def _join(size: int) -> None:
     if dist.is_initialized() and dist.get_world_size() != size:
         dist.destroy_process_group()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
+        # collectives of tensors without data: torch 2.10 has them here, newer ones at once
+        from torch.distributed._tools import fake_collectives  # noqa: F401
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
@@ -568,7 +571,7 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     gc.set_threshold(200_000, 100, 100)  # there are many objects, and few in circles
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = take_stdout()
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
         gc.collect()

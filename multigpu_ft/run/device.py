@@ -7,7 +7,10 @@ __all__ = ['accelerator', 'device_count', 'local_device', 'is_accelerator', 'unt
            'supports_bf16', 'backend_of', 'graph_class']
 
 # %% ../../nbs/run/15_device.ipynb #9e253af4
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,11 +50,22 @@ def untested(device: torch.device) -> str | None:
     return f"multigpu_ft has not been tested on {device.type} devices: compare a short run with one on the CPU first"
 
 # %% ../../nbs/run/15_device.ipynb #7b48c7a9
+@contextmanager
+def _without(variable: str) -> Iterator[None]:
+    kept = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            os.environ[variable] = kept
+
+
 def torch_here() -> dict[str, Any]:
     "Return what `refuse_blind_torch` asks about torch. Makes no CUDA context."
     found = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": 0, "errors": []}
-    with warnings.catch_warnings(action="ignore"):
-        # `device_count` alone asks NVML, which also counts GPUs that CUDA can't use
+    # NVML also counts GPUs that CUDA can't use: `device_count` alone asks it, and with this variable,
+    # which DeepSpeed sets, so does `is_available`
+    with warnings.catch_warnings(action="ignore"), _without("PYTORCH_NVML_BASED_CUDA_CHECK"):
         if torch.cuda.is_available():
             return {**found, "devices": torch.cuda.device_count()}
     try:

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['AGENT_PID_VARIABLE', 'STORE_VARIABLE', 'NODE_VARIABLE', 'IDLE', 'LEFT', 'is_own', 'is_running', 'is_stopped',
-           'processes_of', 'end_with', 'end_with_agent', 'watch_parent', 'StopSignal', 'leave', 'write_error',
-           'read_error', 'Heartbeat', 'read_heartbeat', 'has_left', 'torchrun_number', 'has_nothing_to_finish',
-           'is_alive']
+           'processes_of', 'end_with', 'end_with_agent', 'watch_parent', 'take_stdout', 'StopSignal', 'leave',
+           'write_error', 'read_error', 'Heartbeat', 'read_heartbeat', 'has_left', 'torchrun_number',
+           'has_nothing_to_finish', 'is_alive']
 
 # %% ../../nbs/run/07_processes.ipynb #07734942
 import ctypes
@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import psutil
 
@@ -120,6 +120,16 @@ def watch_parent(parent: int, grace_s: float, leaving: Callable[[], None] | None
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+# %% ../../nbs/run/07_processes.ipynb #025b7033
+def take_stdout() -> IO[str]:
+    """Return standard output as a file of this process' own.
+
+    From then on, whatever is printed goes to standard error, also from C++."""
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return own
 
 # %% ../../nbs/run/07_processes.ipynb #9d1cd142
 class StopSignal:

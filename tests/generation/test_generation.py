@@ -426,7 +426,8 @@ def test_vllm_starts_as_if_outside_of_torchrun():
         rules = SimpleNamespace(sampling=None)
         start_vllm(RunConfig(model="org/model"), None, rank, 4, 128, rules, ())
         ours = {k: v for k, v in os.environ.items() if k in before and k != "CUDA_VISIBLE_DEVICES"}
-        return seen[0].returncode, seen[0].stderr, json.loads(seen[0].stdout), before, ours
+        inside = json.loads(seen[0].stdout.splitlines()[0])
+        return seen[0].returncode, seen[0].stderr, inside, before, ours
 
     code, complaint, inside, before, after = launch(start, ENGINE, nproc=2)
     assert code == 0, complaint

@@ -1,5 +1,6 @@
 """A torch that doesn't see the machine's GPUs: the run is refused, and nothing trains on the CPU unasked."""
 
+import os
 import time
 
 import pytest
@@ -82,8 +83,13 @@ def test_a_driver_that_hangs_or_is_missing_costs_little_and_proves_nothing(two_t
     refuse_blind_torch(CPU_BUILD)
 
 
-def test_gpus_that_only_nvml_counts_are_not_seen(monkeypatch):
-    "With a driver that is too old, `device_count` asks NVML and finds them."
+@pytest.mark.parametrize("asks_nvml", [False, True])
+def test_gpus_that_only_nvml_counts_are_not_seen(monkeypatch, asks_nvml):
+    "With a driver that is too old, `device_count` asks NVML and finds them; DeepSpeed makes torch ask."
+    if asks_nvml:
+        monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: "NVML" in "".join(os.environ))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = torch_here()
     assert found["devices"] == 0 and found["errors"], found
+    assert ("PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ) == asks_nvml

@@ -140,7 +140,8 @@ def test_the_magic(kernel):
         "as dist\ndist.init_process_group('gloo')\n"
         "time.sleep(rank / 2)\nloss = rate * other + rank\nprint('loss', loss)\nworld_size * 10"
     )
-    assert sorted(shown.split("\n")[:-1]) == ["[0] 20", "[0] loss 1.5", "[1] 20", "[1] loss 2.5"]
+    lines = [line for line in shown.split("\n")[:-1] if "[Gloo]" not in line]  # torch 2.10's
+    assert sorted(lines) == ["[0] 20", "[0] loss 1.5", "[1] 20", "[1] loss 2.5"]
     assert k.run("loss").strip() == "1.5"
     with pytest.raises(CellError) as caught:
         k.run("%%torchrun -n 2\nif rank == 1:\n    1 / 0")
