@@ -11,7 +11,7 @@ import torch.distributed as dist
 from multigpu_ft.data.batches import SampleOrder, epoch_steps
 from multigpu_ft.data.examples import load_texts
 from multigpu_ft.data.tokenization import tokenize_texts
-from multigpu_ft.distributed.world import join_world
+from multigpu_ft.distributed.world import join_world, to_device
 from multigpu_ft.models.loading import load_model, load_tokenizer
 from multigpu_ft.models.loss import LossModel
 from multigpu_ft.run.config import RunConfig
@@ -70,7 +70,7 @@ class Ours:
         "Return the rows of the whole epoch as token ids and labels."
         found = []
         for step in self._steps():
-            batch = {name: torch.from_numpy(array) for name, array in step.micro_batches[0].items()}
+            batch = to_device(step.micro_batches[0], torch.device("cpu"))
             labels = torch.full_like(batch["input_ids"], -100)
             labels.view(-1)[batch["predictors"] + 1] = batch["targets"]
             found.append((batch["input_ids"], labels))

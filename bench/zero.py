@@ -66,6 +66,8 @@ def kept_bytes(strategy, micro_batches, targets):
     after the last, whichever is more) and moments."""
     import torch
 
+    from multigpu_ft.distributed.world import to_device
+
     gc.collect()
     # held to the end, so that no new tensor gets the address of one of these
     before, gradients = alive(), 0
@@ -88,7 +90,7 @@ def kept_bytes(strategy, micro_batches, targets):
     # ZeRO-3 keeps the memory of its gradients all the time
     kept = storages([] if flat is None else [flat])
     for last in (False, True):
-        batch = {name: torch.from_numpy(array) for name, array in micro_batches[last].items()}
+        batch = to_device(micro_batches[last], torch.device("cpu"))
         with strategy.accumulate(last):
             strategy.backward(strategy.forward(**batch, scale=1 / targets)[0])
         # a worker of gloo reports a sum before it releases the tensor

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -296,12 +297,13 @@ class SavedParts(Protocol):
     def fill(self, target: TensorShard, name: str) -> None: ...
 
 # %% ../../nbs/distributed/01_world.ipynb #ffd3baca
-def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-    "Return the arrays of `collate` as tensors on `device`."
-    tensors = {name: torch.from_numpy(array) for name, array in micro_batch.items()}
-    if is_accelerator(device):  # a copy from pageable memory would wait for queued GPU work
-        return {
-            name: tensor.pin_memory().to(device, non_blocking=True)
-            for name, tensor in tensors.items()
-        }
-    return tensors
+def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    "Return what `collate` returned, with its arrays as tensors on `device`."
+    found = dict(micro_batch)
+    for name, array in micro_batch.items():
+        if isinstance(array, np.ndarray):
+            tensor = torch.from_numpy(array)
+            if is_accelerator(device):  # a copy from pageable memory would wait for queued GPU work
+                tensor = tensor.pin_memory().to(device, non_blocking=True)
+            found[name] = tensor
+    return found

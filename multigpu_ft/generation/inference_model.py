@@ -192,7 +192,7 @@ class Loaded:
         two = (longest * 2)[:2]
         with evaluating(core):
             checks = self_check(
-                losses_of, two, texts.pad_id, self.dtype, cfg.max_length, masks=False
+                losses_of, two, texts.pad_id, self.dtype, cfg.max_length, packs=False
             )
         core.chunked = self.world.max(float(not checks["chunked"])) == 0
 

@@ -42,7 +42,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AutoConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..checkpoints.writer import checkpoint_bytes, export_bytes
@@ -52,6 +51,7 @@ from ..distributed.strategies import Single
 from ..distributed.weights import make_4bit
 from .fake_strategies import STRATEGIES, SimulatedWorld
 from .tracker import MemoryTracker, read_peaks, reserved_bytes
+from ..models.attention import attention_by_text
 from ..models.blocks import checkpointed_blocks, transformer_blocks
 from ..models.loading import head_modules, load_shell, load_tokenizer
 from ..models.quantization import choose_quantization, count_weights, packed_layers
@@ -114,15 +114,16 @@ _ON_GPU = "sdpa_on_gpu"
 def _use_attention_on_gpu(model: nn.Module, gpu: GPU) -> None:
     "Replace torch's attention in `model` by that of `gpu`."
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        flash = gpu.capability >= (8, 0) and query.dtype != torch.float32
         with _AttentionOnGPU(gpu):
-            return sdpa_attention_forward(module, *args, **kwargs)
+            return attention_by_text(module, query, *args, fewer_heads=flash, **kwargs)
 
     AttentionInterface.register(_ON_GPU, forward)
     AttentionMaskInterface.register(_ON_GPU, sdpa_mask)
     for module in model.modules():
         config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) == "sdpa":
+        if getattr(config, "_attn_implementation", "eager") not in ("eager", "flash_attention_2"):
             config._attn_implementation = _ON_GPU
 
 
@@ -366,27 +367,28 @@ def _set_up(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> _Setup:
     shell = _shell(cfg, dtype, quantization)
     streamed = gpus > 1 and (quantization == "none" or cfg.strategy == "fsdp")
     classifier = cfg.task == "classification"
+    loading = _loading_bytes(shell, dtype, quantization, streamed)
+    loss_model = with_loss(cfg, shell, ["0", "1"] if classifier else None, kind)
+    if kind == "cuda":
+        _use_attention_on_gpu(loss_model, gpu)
     packing = cfg.packing
     if classifier:
         packing = "padded"
-    elif cfg.packing == "auto" and cfg.attn_implementation != "flash_attention_2":
-        packing = "packed"
+    elif packing != "padded":
+        packing = "packed" if packing != "bucketed" and loss_model.packs else "bucketed"
     clock = _Clock(gpu, gpus)
     tracker = MemoryTracker(
         clock if gpu.flops else None,
         short_masks=kind == "cuda",
         reduced="gradients" if cfg.strategy in ("ddp", "accelerate") else "unsharded",
     )
-    loading = _loading_bytes(shell, dtype, quantization, streamed)
-    if kind == "cuda":
-        _use_attention_on_gpu(shell, gpu)
     if quantization == "4bit":
         from bitsandbytes.functional import quantize_blockwise
 
         quantize_blockwise(torch.zeros(256))  # builds its table, which needs real values
     return _Setup(
         world=SimulatedWorld(0, 0, gpus, torch.device("cpu"), cfg.nnodes),
-        loss_model=with_loss(cfg, shell, ["0", "1"] if classifier else None, kind),
+        loss_model=loss_model,
         quantization=quantization,
         quantization_reason=reason,
         packing=packing,

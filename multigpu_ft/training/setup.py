@@ -119,14 +119,14 @@ def self_check(
     pad_id: int,
     dtype: torch.dtype,
     max_length: int,
-    masks: bool = True,
+    packs: bool = True,
 ) -> dict[str, bool]:
     """Return whether `chunked`, `packed` and `bucketed` give every token the loss its text has
     alone.
 
     `losses_of(batch, chunked)` returns the losses of a micro-batch's targets, `fp32[targets]`.
-    `texts` are two texts. `masks` says whether the attention kernel accepts a mask; without one
-    there is no `packed`."""
+    `texts` are two texts. `packs` says whether the model takes packed rows at all; a model that raises
+    an error for them does not."""
     tokens = min(_CHECKED, max_length)
     longer, shorter = texts[0].cut(tokens * 3 // 5), texts[1].cut(tokens * 2 // 5)
     together, side_by_side = (
@@ -141,19 +141,30 @@ def self_check(
         "chunked": losses_of(side_by_side, True) - bucketed,
         "bucketed": bucketed - alone,
     }
-    if masks:
-        differences["packed"] = losses_of(together, False) - alone
+    if packs and (found := _packed_losses(losses_of, together)) is not None:
+        differences["packed"] = found - alone
     tolerance = 1e-4  # nats
     if dtype != torch.float32:
         mixed = {
             name: array
             for name, array in together.items()
-            if name not in ("position_ids", "documents")
+            if name in ("input_ids", "predictors", "targets")
         }
         tolerance = max(8 * torch.finfo(dtype).eps, _rms(losses_of(mixed, False) - alone) / 4)
     return {"packed": False} | {
         way: _rms(difference) <= tolerance for way, difference in differences.items()
     }
+
+
+def _packed_losses(
+    losses_of: Callable[..., torch.Tensor], together: dict[str, Any]
+) -> torch.Tensor | None:
+    try:
+        return losses_of(together, False)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError):
+        return None
 
 
 def _rms(values: torch.Tensor) -> float:
@@ -427,7 +438,7 @@ def settle_packing(
             texts.pad_id,
             strategy.dtype,
             cfg.max_length,
-            masks=cfg.attn_implementation != "flash_attention_2",
+            packs=core.packs,
         )
     exact = {way: world.max(float(not fine)) == 0 for way, fine in exact.items()}
     core.chunked = exact["chunked"]

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from multigpu_ft import RunConfig
 from multigpu_ft.data.batches import Epoch, SampleOrder, collate, epoch_steps
 from multigpu_ft.data.tokenization import tokenize_texts
-from multigpu_ft.distributed.world import World, join_world
+from multigpu_ft.distributed.world import World, join_world, to_device
 from multigpu_ft.models.loss import LossModel
 from multigpu_ft.tracking.metrics import Stopwatch
 from multigpu_ft.training.setup import make_strategy
@@ -187,7 +187,7 @@ def planted_infinity(model, texts, world, way, dtype):
     cfg = config(strategy, batch_size=2, dtype=dtype, offload="optimizer" if offload else "none")
     strategy, stream = start(model, cfg, world), steps(texts, cfg, "packed", world)
     before = fingerprint(strategy)
-    batch = {k: torch.from_numpy(v) for k, v in next(stream).micro_batches[0].items()}
+    batch = to_device(next(stream).micro_batches[0], world.device)
     with strategy.accumulate(last=True):
         loss = strategy.forward(**batch, scale=strategy.loss_scale.value / 100)[0]
         # DeepSpeed doesn't expose its gradients, so the loss is infinite instead
@@ -237,7 +237,7 @@ def alone_and_together(model, texts):
 
     def run(rows, packing):
         batch = collate(rows, 1, packing)
-        return losses_of(**{name: torch.from_numpy(values) for name, values in batch.items()})[1]
+        return losses_of(**to_device(batch, torch.device("cpu")))[1]
 
     alone = {i: run([[texts[i]]], "padded") for i in range(len(texts))}
     worst = {}

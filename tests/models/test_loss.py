@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from harness.exactness import build, slice_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -156,54 +155,3 @@ def test_memory_of_the_chunked_loss_does_not_grow_with_tokens_times_vocabulary()
     assert Largest.elements < tokens * vocabulary / 4
     # the plain loss makes one
     F.cross_entropy(head(hidden), torch.zeros(tokens, dtype=torch.long)).backward()
-
-
-class Attention(TorchFunctionMode):
-    "Notes the queries' dtypes and the masks of torch's attention."
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            self.calls.append((args[0].dtype, kwargs["attn_mask"]))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", ["opt", "llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "autocast"])
-def test_packed_rows_have_one_mask_for_all_layers(name, dtype):
-    """Torch makes no copy of it: it has the dtype of the queries, and its rows begin at multiples of 8."""
-    model, texts = LossModel(build(name)), slice_of(5, seed=3)
-    if dtype != "autocast":
-        model.to(getattr(torch, dtype))
-    two = [texts[0].cut(20), texts[1].cut(17)]
-    assert sum(map(len, two)) % 8
-    batch = {k: torch.from_numpy(v) for k, v in collate([two], texts.pad_id, "packed").items()}
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
-        with Attention() as attention:
-            loss, _ = model(**batch)
-        loss.backward()
-    masks = [mask for _, mask in attention.calls]
-    assert len(masks) == 2 and len({mask.data_ptr() for mask in masks}) == 1
-    for queries, mask in attention.calls:
-        assert mask.dtype == (torch.bfloat16 if dtype == "autocast" else queries)
-        assert all(stride % 8 == 0 for stride in mask.stride()[:-1]) and mask.stride(-1) == 1
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_added_mask_gives_the_bits_of_one_of_booleans(attention, dtype, monkeypatch):
-    model, texts = LossModel(build("llama")).to(dtype), slice_of(5, seed=3)
-    model.model.set_attn_implementation(attention)
-    rows = [[texts[0].cut(20), texts[1].cut(17)], [texts[2].cut(30)]]
-    batch = {k: torch.from_numpy(v) for k, v in collate(rows, texts.pad_id, "packed").items()}
-    found = gradients(model, batch, True)
-    seen = loss_module.block_diagonal_mask(batch["documents"])
-    if attention == "eager":
-        seen = torch.where(seen, 0.0, torch.finfo(dtype).min)
-    monkeypatch.setattr(loss_module, "_added_mask", lambda documents, dtype: seen)
-    expected = gradients(model, batch, True)
-    assert found[0] == expected[0]
-    assert all(torch.equal(found[1][name], g) for name, g in expected[1].items())

@@ -11,16 +11,16 @@ from harness.runs import REPO, slow
 _MOVED = "two devices, second:0 and cpu!|waits"
 # name: where, what is there, what takes its place, what is said then
 MUTANTS = {
-    "documents stay on the host": (
+    "the layout of texts stays on the host": (
         "distributed/world.py",
-        "name: tensor.pin_memory().to(device, non_blocking=True)",
-        "name: tensor if name == 'documents' else tensor.pin_memory().to(device, non_blocking=True)",
+        "tensor = tensor.pin_memory().to(device, non_blocking=True)",
+        "tensor = tensor if name == 'gather' else tensor.pin_memory().to(device, non_blocking=True)",
         _MOVED,
     ),
     "targets stay on the host": (
         "distributed/world.py",
-        "name: tensor.pin_memory().to(device, non_blocking=True)",
-        "name: tensor if name == 'targets' else tensor.pin_memory().to(device, non_blocking=True)",
+        "tensor = tensor.pin_memory().to(device, non_blocking=True)",
+        "tensor = tensor if name == 'targets' else tensor.pin_memory().to(device, non_blocking=True)",
         _MOVED,
     ),
     "batches are copied from pageable memory": (

@@ -16,6 +16,7 @@ from torch import nn
 from multigpu_ft import ConfigError, RunConfig, launch
 from multigpu_ft.checkpoints.discovery import find_checkpoints
 from multigpu_ft.checkpoints.manifest import verify_checkpoint
+from multigpu_ft.distributed.world import to_device
 from multigpu_ft.models.blocks import transformer_blocks
 from multigpu_ft.models.loss import LossModel
 from multigpu_ft.training.setup import choose_packing, self_check
@@ -143,8 +144,8 @@ def deaf(forward):
 
 
 def blabbing(forward):
-    "A decoder's forward that ignores masks: every token sees all before it."
-    return lambda attention_mask=None, **inputs: forward(**inputs)
+    "A decoder's forward that ignores masks and layouts: every token sees all before it."
+    return lambda attention_mask=None, layout=None, **inputs: forward(**inputs)
 
 
 class Capped(nn.Module):
@@ -184,7 +185,7 @@ def test_the_self_check_catches(name, fault, caught):
     def losses_of(batch, chunked):
         wrapped.chunked = chunked
         with torch.no_grad():
-            return wrapped(**{k: torch.from_numpy(v) for k, v in batch.items()})[1]
+            return wrapped(**to_device(batch, torch.device("cpu")))[1]
 
     exact = self_check(
         losses_of, sorted((texts[i] for i in range(8)), key=len)[-2:], 1, torch.float32, 64
