@@ -74,13 +74,13 @@ def measure(length, rounds, device, dtype):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from multigpu_ft.models.attention import attend_by_text
+    from multigpu_ft.models.attention import BY_TEXT, sdpa_configs, use_attention
 
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **SHAPE)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").model
     model = model.to(device, dtype)
-    assert attend_by_text(model)
+    use_attention(sdpa_configs(model), BY_TEXT)
     seconds, shuffled = {arm: [] for arm in ARMS}, random.Random(0)
     for number in range(-1, rounds):  # the first round warms up
         lengths = row_of(length, max(0, number))

@@ -42,6 +42,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AutoConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..checkpoints.writer import checkpoint_bytes, export_bytes
@@ -51,7 +52,7 @@ from ..distributed.strategies import Single
 from ..distributed.weights import make_4bit
 from .fake_strategies import STRATEGIES, SimulatedWorld
 from .tracker import MemoryTracker, read_peaks, reserved_bytes
-from ..models.attention import attention_by_text
+from ..models.attention import attention_by_text, sdpa_configs, use_attention
 from ..models.blocks import checkpointed_blocks, transformer_blocks
 from ..models.loading import head_modules, load_shell, load_tokenizer
 from ..models.quantization import choose_quantization, count_weights, packed_layers
@@ -108,23 +109,27 @@ def _local_model(cfg: RunConfig, blocks: int | None) -> Iterator[tuple[RunConfig
         yield cfg.replace(model=folder, revision=None), own
 
 # %% ../../nbs/memory/03_simulation.ipynb #accca719
-_ON_GPU = "sdpa_on_gpu"
+_ON_GPU, _BY_TEXT_ON_GPU = "sdpa_on_gpu", "sdpa_by_text_on_gpu"
 
 
 def _use_attention_on_gpu(model: nn.Module, gpu: GPU) -> None:
-    "Replace torch's attention in `model` by that of `gpu`."
+    "Replace torch's attention in `model`, a `LossModel` or `ClassifierLoss`, by that of `gpu`."
 
-    def forward(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _AttentionOnGPU(gpu):
+            return sdpa_attention_forward(module, *args, **kwargs)
+
+    def by_text(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         flash = gpu.capability >= (8, 0) and query.dtype != torch.float32
         with _AttentionOnGPU(gpu):
             return attention_by_text(module, query, *args, fewer_heads=flash, **kwargs)
 
-    AttentionInterface.register(_ON_GPU, forward)
-    AttentionMaskInterface.register(_ON_GPU, sdpa_mask)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", "eager") not in ("eager", "flash_attention_2"):
-            config._attn_implementation = _ON_GPU
+    for name, function in ((_ON_GPU, forward), (_BY_TEXT_ON_GPU, by_text)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)
+    if hasattr(model, "attention"):
+        model.attention = (_BY_TEXT_ON_GPU, _ON_GPU)
+    use_attention(sdpa_configs(model), _ON_GPU)
 
 
 class _AttentionOnGPU(TorchFunctionMode):

@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import NO_MASK, TextLayout, attend_by_text
+from multigpu_ft.models.attention import (
+    BY_TEXT,
+    NO_MASK,
+    TextLayout,
+    sdpa_configs,
+    use_attention,
+)
 from .lora import without_adapter
 
 # %% ../../nbs/models/06_loss.ipynb #83935f8b
@@ -148,9 +154,16 @@ class LossModel(nn.Module):
     def __init__(self, model: nn.Module, kind: str | None = None) -> None:
         super().__init__()
         self.model = model
-        self.packs = attend_by_text(model)  # whether it takes `packed` micro-batches
         self.chunked = True
+        # names of attention for packed rows and for others
+        self.attention = (BY_TEXT, "sdpa")
+        self._configs = sdpa_configs(model)
         self._kind = kind  # device type for `chunked_cross_entropy`
+
+    @property
+    def packs(self) -> bool:
+        "Whether the model may take `packed` micro-batches; the self-check says whether it does."
+        return bool(self._configs)
 
     def forward(
         self,
@@ -173,6 +186,9 @@ class LossModel(nn.Module):
         }
         if position_ids is not None:
             inputs["position_ids"] = position_ids
+        packed, plain = self.attention
+        # not set back afterwards: the backward pass may compute a block again
+        use_attention(self._configs, plain if gather is None else packed)
         if gather is not None:
             layout = TextLayout(gather, scatter, groups)
             inputs |= {"attention_mask": NO_MASK, "layout": layout}

@@ -47,6 +47,7 @@ NOT_PACKED = {
     "phimoe": {**WINDOW, "num_local_experts": 2},
     "qwen2_moe": {**LAYERS, "use_sliding_window": True, "num_experts": 2, "num_experts_per_tok": 1},
     "stablelm": {},  # doesn't pass the layout on
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},  # asks for the name `sdpa`
 }
 
 
@@ -98,6 +99,8 @@ def test_what_attention_by_text_would_not_do_is_not_packed(name):
 
     exact = self_check(losses_of, texts_of(40, 30), 1, torch.float32, 64)
     assert exact == {"chunked": True, "bucketed": True, "packed": False}
+    losses_of(collate([[text] for text in texts_of(9, 5)], 1, "bucketed"), True)
+    assert model.model.config._attn_implementation == "sdpa"
 
 
 def test_eager_attention_is_not_packed():
@@ -129,6 +132,28 @@ def test_nothing_reaches_another_text(name, way):
     assert torch.equal(before[parts[0]], after[parts[0]])
     assert torch.equal(before[parts[2]], after[parts[2]])
     assert after[parts[1]][10:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mistral", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_packed_texts_on_a_gpu(name, dtype):
+    "Whatever kernels torch takes there, packed texts have the losses that they have alone."
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU computes bf16 in software")
+    device, texts = torch.device("cuda", 0), texts_of(30, 11, 24, 9)
+    model = LossModel(made(name, PACKED[name]).to(device, dtype))
+    assert model.packs
+
+    def losses_of(rows, packing):
+        loss, each = model(**to_device(collate(rows, 1, packing), device))
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        return each
+
+    packed = losses_of([texts[:2], texts[2:]], "packed")
+    alone = torch.cat([losses_of([[text]], "padded") for text in texts])
+    assert (packed - alone).abs().max() < (1e-4 if dtype == torch.float32 else 5e-2)
 
 
 class Calls(TorchFunctionMode):
