@@ -86,6 +86,7 @@ def test_a_driver_that_hangs_or_is_missing_costs_little_and_proves_nothing(two_t
 @pytest.mark.parametrize("asks_nvml", [False, True])
 def test_gpus_that_only_nvml_counts_are_not_seen(monkeypatch, asks_nvml):
     "With a driver that is too old, `device_count` asks NVML and finds them; DeepSpeed makes torch ask."
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
     if asks_nvml:
         monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: "NVML" in "".join(os.environ))
