@@ -327,8 +327,12 @@ def _checkpointed(ask: Simulations, cfg: RunConfig, gpu: GPU, gpus: int) -> Fit:
         found = fit("none")
     # of tensors, not of peaks: the slack in those shrinks where memory is tight
     saved = 0.0 if found.fits else fit("none", _guess).used - fit("full", _guess).used
-    if saved <= 0:
-        return found if found.fits else fit("none")
+    if not found.fits and saved <= 0:
+        # with few blocks, the largest moment may be another one than with all
+        found = fit("none")
+        saved = found.used - fit("full").used
+    if found.fits or saved <= 0:
+        return found
     every, share = 9, 0.0  # of the blocks
     while every > 1 and not found.fits:
         share += max(0.0, found.context + found.used - found.limit) / saved

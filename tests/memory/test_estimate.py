@@ -346,7 +346,7 @@ def test_auto_recomputes_as_few_blocks_as_fit(ask):
         gpu = GPU("tight", (none.context + tensors) / 2**20, (7, 5))
         return decide(ask, cfg.replace(activation_checkpointing=way), gpu, 2)
 
-    some, all_of_them = 0.2 * full.used + 0.8 * none.used, 0.7 * full.used + 0.3 * none.used
+    some, all_of_them = 0.15 * full.used + 0.85 * none.used, 0.7 * full.used + 0.3 * none.used
     assert on(some).fits and on(some).found["every"] in (2, 3, 4) and not on(some, "none").fits
     assert on(all_of_them).fits and on(all_of_them).found["every"] == 1
     assert not on(all_of_them, 2).fits
@@ -414,6 +414,22 @@ def test_a_model_in_a_folder_without_weights(tmp_path):
     assert other.settings()["parameters"] > found.settings()["parameters"], (
         "another model in the same folder is another model"
     )
+
+
+def test_a_guess_from_few_blocks_may_see_another_moment():
+    "In models of few blocks gathering the embedding takes most, and recomputing seems to save nothing."
+
+    def ask(cfg, gpu, gpus, blocks=None):
+        full = cfg.activation_checkpointing == "full"
+        size = 15.0 if blocks else 13.0 if full else 40.0
+        if not blocks and isinstance(cfg.activation_checkpointing, int):
+            size = 13 + 27 * (1 - 1 / cfg.activation_checkpointing)
+        peaks = [{"phase": "later step", "bytes": size * 2**30}]
+        return {"peaks": peaks, "reserved": size * 2**30, "of_blocks": 64, "seconds": None}
+
+    cfg = RunConfig(strategy="ddp", dtype="fp16")
+    found = decide(ask, cfg, find_gpu("T4"), 2)
+    assert found.fits and found.cfg.activation_checkpointing == "full"
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
