@@ -81,7 +81,10 @@ ON_CPU = {
     "ddp, checkpointed": (OPT, {"strategy": "ddp", "activation_checkpointing": "full"}),
     "ddp, 8-bit Adam": (OPT, {"strategy": "ddp", "optimizer": "adamw_8bit"}),
     "ddp, bucketed": (OPT, {"strategy": "ddp", "packing": "bucketed"}),
-    "ddp, eager": (OPT, {"strategy": "ddp", "attn_implementation": "eager"}),
+    "ddp, bucketed, eager": (
+        OPT,
+        {"strategy": "ddp", "packing": "bucketed", "attn_implementation": "eager"},
+    ),
     "fsdp": (OPT, {"strategy": "fsdp"}),
     "fsdp, sharded in each micro-batch": (
         OPT,
