@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -23,7 +22,7 @@ from ..checkpoints.resume import load_checkpoint
 from ..data.tokenization import TokenizedTexts
 from ..distributed.strategies import FSDP, Single, evaluating
 from ..distributed.weights import align
-from ..distributed.world import World, compute_dtype, free_bytes, to_device
+from ..distributed.world import World, compute_dtype, free_bytes
 from .fine_tuned import FineTuned
 from ..models.loading import load_shell
 from ..models.lora import adapted_layers, add_adapter, changes_nothing, read_adapter
@@ -31,7 +30,8 @@ from ..models.loss import ClassifierLoss, LossModel
 from ..models.quantization import choose_quantization, frozen_bytes
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError, ModelError
-from ..training.setup import load_base, self_check
+from ..training.packing import check_chunks
+from ..training.setup import load_base
 
 # %% ../../nbs/generation/04_inference_model.ipynb #8af95bd2
 def _put_on(fine_tuned: FineTuned, model: nn.Module, cfg: RunConfig) -> nn.Module:
@@ -183,18 +183,9 @@ class Loaded:
         if cfg.task == "classification":
             return
         core = self.strategy.model
-
-        def losses_of(batch: dict[str, Any], chunked: bool) -> torch.Tensor:
-            core.chunked = chunked
-            return self.strategy.forward(**to_device(batch, self.world.device))[1]
-
-        longest = [texts[int(i)] for i in np.argsort(-texts.lengths, kind="stable")[:2]]
-        two = (longest * 2)[:2]
         with evaluating(core):
-            checks = self_check(
-                losses_of, two, texts.pad_id, self.dtype, cfg.max_length, packs=False
-            )
-        core.chunked = self.world.max(float(not checks["chunked"])) == 0
+            exact = check_chunks(core, texts, self.dtype, cfg.max_length, self.world.device)
+        core.chunked = self.world.max(float(not exact)) == 0
 
 # %% ../../nbs/generation/04_inference_model.ipynb #93541b1a
 def load_model_for(

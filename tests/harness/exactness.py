@@ -23,6 +23,7 @@ from multigpu_ft.data.tokenization import tokenize_texts
 from multigpu_ft.distributed.world import World, join_world, to_device
 from multigpu_ft.models.loss import LossModel
 from multigpu_ft.tracking.metrics import Stopwatch
+from multigpu_ft.training.packing import settle_packing
 from multigpu_ft.training.setup import make_strategy
 from multigpu_ft.training.step import make_optimizer, train_step
 
@@ -230,6 +231,21 @@ def scale_reads(model, texts, world, strategy):
     return sum(reads)
 
 
+def check_changes(model, texts, world, strategy, dtype):
+    """Return what the self-check found under a strategy, and whether the three steps after it are those
+    of a run without it, to the bit."""
+    cfg, found = config(strategy, batch_size=2, accum_steps=2, dtype=dtype, packing="packed"), []
+    curves = []
+    for checks in (False, True):
+        begun, stream = start(model, cfg, world), steps(texts, cfg, "packed", world)
+        if checks:
+            found = settle_packing(cfg, begun, texts)
+        watch = Stopwatch(world.device)
+        pairs = [train_step(begun, next(stream), 1e-3, 1.0, watch) for _ in range(3)]
+        curves.append([(loss.item(), norm.item()) for loss, norm in pairs])
+    return {"found": found, "same": curves[0] == curves[1]}
+
+
 @torch.no_grad()
 def alone_and_together(model, texts):
     "Return the largest difference of a token's loss between a text alone and packed or bucketed with others."
@@ -263,6 +279,7 @@ def main():
         {
             **{"curves": {}, "texts": {}, "infinity": {}, "bits": {}, "uneven": {}, "bytes": {}},
             "scale reads": {},
+            "checks": {},
         },
     )
     models = {name: build(name) for name in ARCHITECTURES}
@@ -305,6 +322,12 @@ def main():
         for dtype in ("fp16",) if "offload" in way else ("fp32", "bf16", "fp16"):
             report["infinity"][f"{way} {dtype}"] = planted_infinity(
                 models["opt"], texts, world, way, dtype
+            )
+    for way in ("ddp", "fsdp", "accelerate", "zero1", "zero2", "zero3"):
+        # Accelerate has fp16 for GPUs only
+        for dtype in ("fp32", "bf16" if way == "accelerate" else "fp16"):
+            report["checks"][f"{way} {dtype}"] = check_changes(
+                models["qwen3"], texts, world, way, dtype
             )
     for way in ("zero1", "zero2", "zero3"):
         report["scale reads"][way] = scale_reads(models["opt"], texts, world, way)

@@ -9,11 +9,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from multigpu_ft.data.batches import collate, text_blocks
-from multigpu_ft.data.tokenization import Text
+from multigpu_ft.data.tokenization import Text, TokenizedTexts
 from multigpu_ft.distributed.world import to_device
 from multigpu_ft.models.attention import TextLayout, attention_by_text
 from multigpu_ft.models.loss import LossModel
-from multigpu_ft.training.setup import self_check
+from multigpu_ft.training.packing import check_chunks, self_check
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -91,15 +91,10 @@ def test_packed_texts_learn_as_they_would_alone(name):
 @pytest.mark.parametrize("name", NOT_PACKED)
 def test_what_attention_by_text_would_not_do_is_not_packed(name):
     model = LossModel(made(name, NOT_PACKED[name]))
-
-    @torch.no_grad()
-    def losses_of(batch, chunked):
-        model.chunked = chunked
-        return model(**to_device(batch, CPU))[1]
-
-    exact = self_check(losses_of, texts_of(40, 30), 1, torch.float32, 64)
-    assert exact == {"chunked": True, "bucketed": True, "packed": False}
-    losses_of(collate([[text] for text in texts_of(9, 5)], 1, "bucketed"), True)
+    how = (TokenizedTexts(texts_of(40, 30), 1), torch.float32, 64, CPU)
+    assert check_chunks(model, *how)
+    assert self_check(model, *how) == {"bucketed": True, "packed": False}
+    model(**to_device(collate([[text] for text in texts_of(9, 5)], 1, "bucketed"), CPU))
     assert model.model.config._attn_implementation == "sdpa"
 
 
