@@ -19,7 +19,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..run.device import has_flash_attention
 
 # %% ../../nbs/models/05_attention.ipynb #4704f357
-@dataclass(frozen=True, eq=False)
+# not frozen: torch 2.10 would compile the blocks again for every layout
+@dataclass(eq=False)
 class TextLayout:
     """Where the texts of packed rows are, as `text_blocks` found them.
 
