@@ -1,6 +1,6 @@
 """Compute what test_exactness.py compares, on each of two ranks.
 
-torchrun --nproc-per-node 2 tests/harness/exactness.py REPORT.json
+torchrun --nproc-per-node 2 tests/harness/exactness.py REPORT.json [ARCHITECTURE ...] [others]
 
 One pair of processes does everything, because importing takes longer than the steps."""
 
@@ -268,39 +268,11 @@ def alone_and_together(model, texts):
     return worst
 
 
-def main():
+def other_numbers(models, texts, world, report):
+    "Add to `report` what takes no whole curves."
     sys.path.insert(0, "bench")
     from zero import kept_bytes
 
-    torch.set_num_threads(1)
-    world = join_world(RunConfig(strategy="ddp"))
-    texts, report = (
-        slice_of(400),
-        {
-            **{"curves": {}, "texts": {}, "infinity": {}, "bits": {}, "uneven": {}, "bytes": {}},
-            "scale reads": {},
-            "checks": {},
-        },
-    )
-    models = {name: build(name) for name in ARCHITECTURES}
-    for name, model in models.items():
-        report["texts"][name] = alone_and_together(model, slice_of(24, seed=1))
-        for packing in (
-            ()
-            if name not in sys.argv[2:]
-            else ("packed", "bucketed", "padded")
-            if name == "qwen3"
-            else ("packed",)
-        ):
-            curves = [curve(model, texts, packing, world, *split) for split in SPLITS]
-            labels = [
-                f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}"
-                for strategy, settings in SPLITS
-            ]
-            report["curves"] |= {
-                label: deviation(points, curves[0])
-                for label, points in zip(labels[1:], curves[1:], strict=True)
-            }
     few = slice_of(3, seed=2)  # rank 1 has no targets in the last step
     reference = curve(
         models["llama"], few, "padded", world, "single", {"batch_size": 1, "accum_steps": 2}
@@ -349,6 +321,40 @@ def main():
             kind: size / sum(p.numel() for p in models["opt-gelu"].parameters())
             for kind, size in kept.items()
         }
+
+
+def main():
+    torch.set_num_threads(1)
+    world = join_world(RunConfig(strategy="ddp"))
+    texts, report = (
+        slice_of(400),
+        {
+            **{"curves": {}, "texts": {}, "infinity": {}, "bits": {}, "uneven": {}, "bytes": {}},
+            "scale reads": {},
+            "checks": {},
+        },
+    )
+    models = {name: build(name) for name in ARCHITECTURES}
+    for name, model in models.items():
+        report["texts"][name] = alone_and_together(model, slice_of(24, seed=1))
+        for packing in (
+            ()
+            if name not in sys.argv[2:]
+            else ("packed", "bucketed", "padded")
+            if name == "qwen3"
+            else ("packed",)
+        ):
+            curves = [curve(model, texts, packing, world, *split) for split in SPLITS]
+            labels = [
+                f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}"
+                for strategy, settings in SPLITS
+            ]
+            report["curves"] |= {
+                label: deviation(points, curves[0])
+                for label, points in zip(labels[1:], curves[1:], strict=True)
+            }
+    if "others" in sys.argv[2:]:
+        other_numbers(models, texts, world, report)
     if world.is_main:
         with open(sys.argv[1], "w") as file:
             json.dump(report, file, indent=1)
