@@ -47,6 +47,18 @@ ARCHITECTURES = {
     },
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
+SHAPE = {  # of a small model of any architecture
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 128,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
 SPLITS = [  # ways to split 8 rows
     ("single", {"batch_size": 8}),
     ("single", {"batch_size": 2, "accum_steps": 4}),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.exactness import build, slice_of
+from harness.exactness import SHAPE, build, slice_of
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,18 +16,6 @@ from multigpu_ft.models.loss import LossModel
 from multigpu_ft.training.packing import check_chunks, self_check
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "max_position_embeddings": 128,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
 WINDOW = {"sliding_window": 7}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], **WINDOW}
 PACKED = {

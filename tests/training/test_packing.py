@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from harness.exactness import build, slice_of
+from harness.exactness import SHAPE, build, slice_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -110,18 +110,6 @@ def test_the_losses_alone_would_not_show_it():
     assert 0 < (losses[0] - losses[1]).norm() / 62**0.5 < 1e-4
 
 
-HYBRID = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "max_position_embeddings": 128,
-    "pad_token_id": 1,
-}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "name, settings",
@@ -135,7 +123,7 @@ HYBRID = {
 )
 def test_real_states_and_convolutions_take_buckets(name, settings, dtype):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **HYBRID, **settings)
+    config = AutoConfig.for_model(name, **SHAPE, **settings)
     assert checked(AutoModelForCausalLM.from_config(config), dtype) == BUCKETS
 
 
@@ -144,7 +132,7 @@ def test_a_model_that_sees_padding_takes_a_mask(dtype):
     "BERT looks to the right as well."
     torch.manual_seed(0)
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    config = AutoConfig.for_model("bert", **{name: HYBRID[name] for name in names})
+    config = AutoConfig.for_model("bert", **{name: SHAPE[name] for name in names})
     exact = checked(AutoModelForCausalLM.from_config(config), dtype)
     assert exact == {"packed": False, "bucketed": False}
     assert choose_packing(RunConfig(), exact, None, None, 2)[0] == "padded"
