@@ -5,13 +5,12 @@ import json
 import os
 import re
 import shutil
-import socket
 
 import pytest
 from harness.guides import check
 from harness.hub import Hub, environment
 from harness.notebooks import outputs, papermill
-from harness.runs import BIN, NBS, REPO, processes, slow
+from harness.runs import BIN, NBS, REPO, free_port, processes, slow
 
 FOLDER = NBS / "guides"
 GUIDES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
@@ -82,9 +81,7 @@ def test_a_guide_runs_from_top_to_bottom(guide, folder):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_machines_find_each_other(folder, monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setitem(SMALLER, "machines", {"port": free.getsockname()[1]})
+    monkeypatch.setitem(SMALLER, "machines", {"port": free_port()})
     run_guide("machines", folder, {"XDG_CONFIG_HOME": str(folder)})
 
 

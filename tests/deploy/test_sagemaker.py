@@ -3,12 +3,11 @@
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
-from harness.runs import until
+from harness.runs import free_port, until
 
 from multigpu_ft.run.config import RunConfig
 from multigpu_ft.run.errors import ConfigError
@@ -33,12 +32,6 @@ missing = [
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed")
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def aws(tmp_path_factory):
     "Run AWS on the loopback interface, with a bucket and a role, for a user without other settings."
@@ -47,7 +40,7 @@ def aws(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("aws")
     (folder / "sagemaker.yaml").write_text("SchemaVersion: '1.0'\n")
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 from harness.browser import make_notebook
 from harness.notebooks import outputs, papermill
-from harness.runs import BIN, NBS, processes, until
+from harness.runs import BIN, NBS, free_port, processes, until
 from harness.word_models import asked, make_models
 
 from multigpu_ft import ConfigError, DataError, ModelError, RunConfig, RunFailed, generate, launch
@@ -403,16 +403,13 @@ dist.destroy_process_group()
 def test_vllm_starts_as_if_outside_of_torchrun():
     "Its processes inherit a rank's environment, and would wait for torchrun to serve their store."
 
-    def start(engine):
-        import socket
-
+    def start(engine, ports):
         from multigpu_ft.generation.vllm_engine import start_vllm
 
         seen = []
 
         def from_engine_args(args):
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+            address = f"tcp://127.0.0.1:{ports[rank]}"
             command = [sys.executable, "-c", engine, address]
             seen.append(subprocess.run(command, capture_output=True, text=True, timeout=120))
             return SimpleNamespace()
@@ -429,7 +426,9 @@ def test_vllm_starts_as_if_outside_of_torchrun():
         inside = json.loads(seen[0].stdout.splitlines()[0])
         return seen[0].returncode, seen[0].stderr, inside, before, ours
 
-    code, complaint, inside, before, after = launch(start, ENGINE, nproc=2)
+    code, complaint, inside, before, after = launch(
+        start, ENGINE, [free_port(), free_port()], nproc=2
+    )
     assert code == 0, complaint
     of_torchrun = {k for k in before if k.startswith("TORCHELASTIC_")} | {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),

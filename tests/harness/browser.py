@@ -10,6 +10,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -78,10 +79,13 @@ class Lab:
         self.folder, self.app, self.token = Path(folder), app, secrets.token_hex(16)
         own = self.folder / ".jupyter"
         _settings(own, theme)
+        # a short path: that of a socket has 107 characters at most
+        folder_of_sockets = tempfile.TemporaryDirectory(prefix="jupyter-")
+        runtime = Path(folder_of_sockets.name)
         places = {
             "JUPYTER_CONFIG_DIR": own / "config",
             "JUPYTER_DATA_DIR": own / "data",
-            "JUPYTER_RUNTIME_DIR": own / "runtime",
+            "JUPYTER_RUNTIME_DIR": runtime,
             "JUPYTERLAB_SETTINGS_DIR": own / "settings",
             "JUPYTERLAB_WORKSPACES_DIR": own / "workspaces",
             "IPYTHONDIR": own / "ipython",
@@ -99,10 +103,12 @@ class Lab:
             "NotebookApp.show_banner": False,  # of nbclassic
             # if the test is killed, the server ends by itself
             "ServerApp.shutdown_no_activity_timeout": 900,
+            "KernelManager.transport": "ipc",  # as in `harness.notebooks`
             "MappingKernelManager.cull_idle_timeout": 600,
             "MappingKernelManager.cull_connected": True,
         }
         with ExitStack() as ends:
+            ends.enter_context(folder_of_sockets)
             browser = ends.enter_context(_browser())
             log = ends.enter_context(open(own / "server.log", "w"))
             server = subprocess.Popen(
@@ -123,7 +129,7 @@ class Lab:
                 stderr=log,
             )
             ends.callback(_end, server)
-            self.url = _address(server, own)
+            self.url = _address(server, runtime, own / "server.log")
             self.context = ends.enter_context(
                 browser.new_context(viewport={"width": size[0], "height": size[1]})
             )
@@ -145,17 +151,17 @@ class Lab:
         self.close()
 
 
-def _address(server, own, seconds=60):
+def _address(server, runtime, log, seconds=60):
     "Return the address: the server takes a free port, and writes it to its runtime folder."
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
-        for info in own.glob("runtime/jpserver-*.json"):
+        for info in runtime.glob("jpserver-*.json"):
             try:
                 return json.loads(info.read_text())["url"]
             except ValueError:  # still being written
                 pass
         time.sleep(0.05)
-    raise AssertionError(f"no Jupyter server: {(own / 'server.log').read_text()[-3000:]}")
+    raise AssertionError(f"no Jupyter server: {log.read_text()[-3000:]}")
 
 
 def _end(server):

@@ -18,13 +18,20 @@ class Kernel:
     "A notebook kernel, driven as a frontend drives it."
 
     def __init__(self, cwd, env):
-        self.manager = KernelManager(kernel_name="python3")
+        self._folder = tempfile.TemporaryDirectory(prefix="kernel-")
+        # sockets in a folder: a port is chosen before the kernel binds it, and another process may take it
+        # in between
+        self.manager = KernelManager(
+            kernel_name="python3",
+            transport="ipc",
+            connection_file=f"{self._folder.name}/kernel.json",
+        )
         self.manager.start_kernel(cwd=str(cwd), env={**os.environ, **env})
         self.client = self.manager.blocking_client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
-        self._stacks = tempfile.NamedTemporaryFile("r", prefix="kernel-stacks-")
-        register = f"faulthandler.register(signal.SIGUSR1, open({self._stacks.name!r}, 'w'))"
+        self._stacks = Path(self._folder.name, "stacks")
+        register = f"faulthandler.register(signal.SIGUSR1, open({str(self._stacks)!r}, 'w'))"
         self.client.execute_interactive(
             f"import faulthandler, signal; {register}; del faulthandler, signal",
             silent=True,
@@ -47,12 +54,12 @@ class Kernel:
         "Return the stacks of the kernel's threads."
         os.kill(self.pid, signal.SIGUSR1)
         time.sleep(1)
-        return self._stacks.read()
+        return self._stacks.read_text()
 
     def shutdown(self):
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
-        self._stacks.close()
+        self._folder.cleanup()
 
 
 class CellError(Exception):

@@ -1,8 +1,11 @@
 """Look at runs from outside: their folders, their processes and their files."""
 
+import contextlib
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -48,6 +51,16 @@ def processes(run_root):
         except psutil.NoSuchProcess:
             pass
     return found
+
+
+def free_port():
+    """Return a free port for a process that binds it later.
+
+    It's below those that Linux gives to sockets without a port of their own, which another test could get first."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def until(condition, seconds, what):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness.runs import slow, until
+from harness.runs import free_port, slow, until
 
 from multigpu_ft import RunConfig, RunDir
 from multigpu_ft.launcher import admission, restarts, supervisor
@@ -34,8 +34,7 @@ class Node0:
     "The supervisor of node 0, as `launch` starts it."
 
     def __init__(self, folder, **settings):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = free.getsockname()
+        self.address = "127.0.0.1", free_port()
         rdzv = "{}:{}".format(*self.address)
         self.cfg = RunConfig(
             dataset=SETTING, run_root=str(folder), run_name="two", nnodes=2, nproc=1, **settings

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ import time
 import psutil
 import pytest
 from harness.notebooks import CellError, Kernel
-from harness.runs import processes, ranks, running, slow, until
+from harness.runs import free_port, processes, ranks, running, slow, until
 
 from multigpu_ft import Run, RunConfig, RunDir
 from multigpu_ft.run.run_dir import FAILURE_FILE
@@ -268,8 +267,7 @@ def test_the_disk_fails_the_supervisor_of_a_node(run_root):
     run_dir = RunDir.common(cfg)
     run_dir.write_config(cfg)
     (run_dir.path / FAILURE_FILE).mkdir()  # the supervisor expects a file here
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        rdzv = f"127.0.0.1:{free.getsockname()[1]}"
+    rdzv = f"127.0.0.1:{free_port()}"
     command = [
         sys.executable,
         "-m",
