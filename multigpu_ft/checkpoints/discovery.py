@@ -194,7 +194,10 @@ def _earlier_runs(cfg: RunConfig, but: RunDir | None) -> dict[str, _Earlier]:
         if own or any(_is_of_data(run_dir, cfg) for run_dir in dirs):
             checkpoints = sorted(own - beyond, key=saved_at, reverse=True)
             stored = _stored_settings(dirs[0])
-            differ = differing_settings(cfg, stored, dirs[0].status().get("rows_a_step"))
+            status = dirs[0].status()
+            # an earlier version counted rows
+            size = status.get("texts_a_step", status.get("rows_a_step"))
+            differ = differing_settings(cfg, stored, size)
             weights = cfg.resume_scope == "weights"
             runs[name] = _Earlier(dirs[0], checkpoints, stored, [] if weights else differ)
     return runs

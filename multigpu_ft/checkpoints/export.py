@@ -425,7 +425,7 @@ def load_foreign(path: Path, model: nn.Module) -> list[dict[str, Any]]:
             "epochs": epoch,
             "steps": 0,
             "position": 0,
-            "num_rows": 0,
+            "num_texts": 0,
         }
     ]
 

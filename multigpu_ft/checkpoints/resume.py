@@ -126,7 +126,7 @@ def load_checkpoint(
         loss_scale, world_size, numbers, _ = (
             saved.pop(name) for name in ("loss_scale", "world_size", "numbers", "trained")
         )
-        progress = Progress(**saved)
+        progress = Progress.read(saved)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint {checkpoint} was saved by another version of multigpu_ft: "

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoints.progress import part_of_epoch
 from ..data.labels import scores
 from multigpu_ft.evaluation.statistics import (
     CONFIDENCE,
@@ -366,9 +367,7 @@ def texts_seen(model: dict[str, Any]) -> float:
     "Return how many texts `model` was trained on, each counted once per epoch."
     seen = 0.0
     for s in model.get("trained") or []:
-        epochs = s.get("epochs", 1)
-        if 0 < s.get("position", 0) < s.get("num_rows", 0):  # in the middle of an epoch
-            epochs += s["position"] / s["num_rows"]
+        epochs = s.get("epochs", 1) + part_of_epoch(s)
         seen += (s["end_idx"] - s["start_idx"]) * epochs
     return seen
 

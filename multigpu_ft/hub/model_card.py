@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.manifest import is_local, read_progress
+from ..checkpoints.progress import part_of_epoch
 from ..data.sources import is_file_name
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError
@@ -140,10 +141,7 @@ def _metrics(cfg: RunConfig, status: dict[str, Any]) -> list[list[Any]]:
 
 
 def _ledger(trained: list[dict[str, Any]]) -> str:
-    more = [
-        percent(s["position"] / s["num_rows"]) if 0 < s["position"] < s["num_rows"] else "-"
-        for s in trained
-    ]
+    more = [percent(part) if part else "-" for part in map(part_of_epoch, trained)]
     rows = [
         [span(s["start_idx"], s["end_idx"]), s["epochs"], f"{s['steps']:,}", part]
         for s, part in zip(trained, more, strict=True)

@@ -147,7 +147,7 @@ def _highest_peak(fit: Fit) -> tuple[str, dict[str, float]]:
 
 
 def _hours(cfg: RunConfig, amounts: Amounts, tokens_per_second: float | None) -> float | None:
-    "Return how long a run takes if each of its sequences is full; None if its speed is unknown."
+    "Return how long a run takes if all texts are of `max_length`; None if its speed is unknown."
     most = amounts.rows * cfg.num_epochs * cfg.max_length
     if cfg.max_steps:
         most = min(most, cfg.max_steps * amounts.a_step * cfg.max_length)
@@ -220,8 +220,7 @@ class Estimate:
         self.phases = {peak["phase"]: (peak["bytes"] + fit.context) / _GIB for peak in peaks}
         self.host_gib = {moment: size / _GIB for moment, size in host.items()}
         self.tokens_per_second = fit.tokens_per_second
-        packing = fit.found["packing"].replace("auto", "bucketed")  # with flash_attention_2
-        self.amounts = read_amounts(config, packing, fit.gpus)
+        self.amounts = read_amounts(config, fit.gpus)
         self.rows = self.amounts.rows
         self.hours = _hours(config, self.amounts, fit.tokens_per_second)
         self.checkpoints = _checkpoints(config, self.amounts.steps, self.hours)
@@ -315,8 +314,8 @@ def _remarks(found: Estimate) -> list[str]:
 def _assumptions(found: Estimate) -> list[str]:
     cfg, fit, amounts = found.config, found.simulation, found.amounts
     said = [
-        f"every micro-batch is as large as it can be: {cfg.batch_size} rows of "
-        f"{cfg.max_length:,} tokens, {fit.found['packing']}",
+        f"every micro-batch is as large as it can be: {cfg.batch_size} × {cfg.max_length:,} tokens, "
+        f"{fit.found['packing']}",
         f"overhead, uncertain: {fit.context / 2**20:,.0f} MiB besides the tensors, of which "
         + "; ".join(map(str, found.gpu.overhead(found.gpus))),
         "the caching allocator takes what it would for these requests",
@@ -572,14 +571,14 @@ def too_slow_here(cfg: RunConfig) -> str | None:
     memory = f" It would take about {needs:.0f} GB of memory; this machine has {has:.0f} GB."
     return (
         f"no GPU here: {Path(cfg.model).name} has {size} parameters and would train on the CPU, "
-        f"about {age(step)} a step and up to {age(whole)} in all."
+        f"up to {age(step)} a step and up to {age(whole)} in all."
         f"{memory if needs > has else ''} {how_to_get_gpus()}, "
         f"or choose a smaller model, such as model={BUILTIN_MODEL!r}."
     )
 
 
 def _cpu_seconds(cfg: RunConfig, parameters: int, processes: int) -> tuple[float, float]:
-    "Return about how long a step takes on this CPU, and all steps at most."
+    "Return how long a step takes on this CPU at most, and all steps."
     a_step = cfg.batch_size * cfg.accum_steps * processes * cfg.max_length
     tokens = slice_rows(cfg)[0] * cfg.num_epochs * cfg.max_length
     if cfg.max_steps:

@@ -253,13 +253,12 @@ _NOTEBOOK_GIB = 0.6  # kernel and agent
 
 
 def longest_batch(cfg: RunConfig, packing: str, labels: bool) -> dict[str, np.ndarray]:
-    """Return the longest possible batch.
+    """Return the largest possible micro-batch, of `batch_size` texts of `max_length` tokens.
 
-    All rows are full, except one that is a token shorter: with equal rows there would be no
-    mask."""
+    One of them is a token shorter: with equal rows there would be no mask."""
     lengths = [cfg.max_length] * (cfg.batch_size - 1) + [cfg.max_length - (cfg.batch_size > 1)]
-    rows = [[Text(np.ones(length, np.int32), label=0 if labels else None)] for length in lengths]
-    return collate(rows, 0, packing)
+    texts = [Text(np.ones(length, np.int32), label=0 if labels else None) for length in lengths]
+    return collate([texts] if packing == "packed" else [[text] for text in texts], 0, packing)
 
 
 def _shell(cfg: RunConfig, dtype: torch.dtype, quantization: str) -> nn.Module:
@@ -454,7 +453,7 @@ def _run_steps(cfg: RunConfig, strategy: Single, setup: _Setup) -> int:
         strategy.reduced = 0
         train_step(
             strategy,
-            Step([batch] * count, cfg.batch_size, 1, 1, 1, 1, 1),
+            Step([batch] * count, cfg.batch_size, 1, 1, 1, 1),
             cfg.learning_rate,
             cfg.max_grad_norm,
             watch,

@@ -251,13 +251,13 @@ class _SequenceSettings(_Settings):
     packing: Literal["auto", "packed", "bucketed", "padded"] = _field(
         "auto",
         "data",
-        "several texts in a row, texts of like length together, or texts as they come; auto: "
-        "the faster one that is exact for the model",
+        "how texts share a micro-batch: in one row without padding, by length, or by length with a "
+        "mask; auto: the first of these that is exact for the model",
     )
 
 
 class _StepSettings(_Settings):
-    "The length of the training, and the rows of each step."
+    "The length of the training, and the texts of each step."
 
     num_epochs: int = _field(1, "training", "passes over the slice (epochs)", low=1)
     initial_epoch: int = _field(
@@ -275,11 +275,14 @@ class _StepSettings(_Settings):
     batch_size: int = _field(
         4,
         "training",
-        "rows of a micro-batch on one GPU: texts if padded, else packed or bucketed up to max_length tokens (rows)",
+        "texts of a micro-batch on one GPU; more if they are short, up to batch_size × max_length tokens (texts)",
         low=1,
     )
     accum_steps: int = _field(
-        1, "training", "micro-batches accumulated for one optimizer step", low=1
+        1,
+        "training",
+        "micro-batches of one optimizer step, which takes batch_size × accum_steps × processes texts",
+        low=1,
     )
 
 # %% ../../nbs/run/04_config.ipynb #1c1c62b6
@@ -893,7 +896,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sharding": "full_shard",
         "dtype": "fp16",
         "batch_size": 4,
-        "accum_steps": 8,
+        "accum_steps": 24,  # abstracts have about 170 tokens
         "learning_rate": 5e-6,
         "max_length": 512,
         "activation_checkpointing": "full",
@@ -961,7 +964,7 @@ PRESET_NEEDS = {
     "opt-1.3b-arxiv": (
         "2 GPUs of 16 GB; 5 GB of disk for the model, 19 GB for a checkpoint and the export, 16 GB "
         "more to continue from a checkpoint. If a GPU runs out of memory: first batch_size=1, "
-        "accum_steps=32; then max_length=256"
+        "accum_steps=96; then max_length=256"
     ),
     "qwen3-lora-chat": "1 GPU of 16 GB or several; 2 GB of disk",
     "qwen3-14b-qlora": (

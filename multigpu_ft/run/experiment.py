@@ -22,7 +22,6 @@ _OF_SCHEDULE = ("warmup_steps", "schedule_start_idx", "schedule_end_idx")
 _SETTINGS = (
     "seed",
     "max_length",
-    "packing",
     *(
         name
         for name, field in RunConfig.model_fields.items()
@@ -43,11 +42,11 @@ def experiment_settings(cfg: RunConfig) -> dict[str, Any]:
 
 # %% ../../nbs/run/10_experiment.ipynb #1e973f65
 def differing_settings(
-    cfg: RunConfig, stored: dict[str, Any], rows_a_step: int | None = None
+    cfg: RunConfig, stored: dict[str, Any], texts_a_step: int | None = None
 ) -> list[str]:
     """Return the settings in which `cfg` is another experiment than a run, each in words.
 
-    `stored` is the content of the run's config.json, and `rows_a_step` its global batch, if
+    `stored` is the content of the run's config.json, and `texts_a_step` its global batch, if
     known."""
     mine = experiment_settings(cfg)
     differ = [
@@ -55,10 +54,10 @@ def differing_settings(
         for name, value in mine.items()
         if name in stored and stored[name] != value
     ]
-    rows = cfg.batch_size * cfg.accum_steps
+    texts = cfg.batch_size * cfg.accum_steps
     theirs = stored.get("batch_size", cfg.batch_size) * stored.get("accum_steps", cfg.accum_steps)
-    if theirs != rows and rows * _processes(cfg) != rows_a_step:
-        differ.append(f"batch_size × accum_steps is {theirs} there, {rows} here")
+    if theirs != texts and texts * _processes(cfg) != texts_a_step:
+        differ.append(f"batch_size × accum_steps is {theirs} there, {texts} here")
     return differ
 
 

@@ -19,14 +19,14 @@ from ..run.run_dir import RunDir
 _LENGTH = {"num_epochs", "initial_epoch", "max_steps"}
 
 
-def _experiment(cfg: RunConfig, slice: list[int], rows_a_step: int) -> dict[str, Any]:
+def _experiment(cfg: RunConfig, slice: list[int], texts_a_step: int) -> dict[str, Any]:
     "Return the settings that two runs must share to compute the same from the same checkpoint."
     more = {"dtype"} if cfg.lr_scheduler == "constant" else {"dtype", *_LENGTH}
     return {
         **experiment_settings(cfg),
         **cfg.model_dump(include=more),
         "slice": list(slice),
-        "rows_a_step": rows_a_step,
+        "texts_a_step": texts_a_step,
     }
 
 
@@ -50,19 +50,19 @@ def choose_line(
     line: str,
     step: int,
     slice: list[int],
-    rows_a_step: int,
+    texts_a_step: int,
 ) -> tuple[str, str | None]:
     """Return the line of `run_dir`, and a remark if the run leaves `line`.
 
     The run continues after `step` steps from `checkpoint`, whose line is `line` (empty: none).
-    `slice` holds the run's first row and the row after its last. `rows_a_step` is its global
+    `slice` holds the run's first row and the row after its last. `texts_a_step` is its global
     batch."""
     new = f"{run_dir.name}-{secrets.token_hex(3)}"
     if own := run_dir.status().get("line"):
         return own, None
     if not _is_name(line) or not checkpoint:
         return new, None
-    mine = _experiment(cfg, slice, rows_a_step)
+    mine = _experiment(cfg, slice, texts_a_step)
     for other in runs_of(line, run_dir.path.parent, checkpoint.parents[2]):
         status = other.status()
         if (
@@ -70,7 +70,9 @@ def choose_line(
             or max(status.get("step", 0), status.get("first_step", 0)) <= step
         ):
             continue
-        theirs = _experiment(other.config(), status["slice"], status["rows_a_step"])
+        # an earlier version counted rows
+        size = status.get("texts_a_step", status.get("rows_a_step"))
+        theirs = _experiment(other.config(), status["slice"], size)
         differ = [name for name in mine if mine[name] != theirs.get(name)]
         if why := _why_apart(differ, cfg, other):
             remark = (

@@ -85,9 +85,9 @@ def _settle_line(
 ) -> str | None:
     "Choose the run's line, for `progress` and the status. Returns a remark if it is a new one."
     slice = [progress.start_idx, progress.end_idx]
-    rows = progress.order["rows_a_step"]
+    texts = progress.order["texts_a_step"]
     progress.line, remark = choose_line(
-        run_dir, cfg, checkpoint, progress.line, progress.step, slice, rows
+        run_dir, cfg, checkpoint, progress.line, progress.step, slice, texts
     )
     with suppress(OSError):  # a full disk
         run_dir.update_status(line=progress.line)

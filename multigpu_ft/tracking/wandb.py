@@ -31,7 +31,7 @@ from .lineage import earlier_metrics, runs_of
 from .tensorboard import Histogram, scalars
 
 # %% ../../nbs/tracking/05_wandb.ipynb #edb4c93d
-_FACTS = "strategy dtype packing world_size device slice texts rows_a_step total_steps resumed_from line".split()
+_FACTS = "strategy dtype packing world_size device slice texts texts_a_step total_steps resumed_from line".split()
 
 
 def tracked_settings(run_dir: RunDir) -> dict[str, Any]:

@@ -22,10 +22,16 @@ from torch import nn
 
 from ..checkpoints.export import export_model
 from ..checkpoints.manifest import contents
-from ..checkpoints.progress import Progress, ledger_remarks, next_progress
+from multigpu_ft.checkpoints.progress import (
+    Progress,
+    counts_rows,
+    ledger_remarks,
+    next_progress,
+)
 from ..checkpoints.storage import Storage
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, room_for
-from ..data.batches import Epoch, SampleOrder, Step, epoch_steps
+from ..data.batches import Step, epoch_steps
+from ..data.order import SampleOrder
 from ..distributed.strategies import Single
 from ..distributed.world import World
 from ..hub.upload import Uploader
@@ -68,11 +74,9 @@ class Schedule:
     last_epoch: int
     total_steps: int  # from the slice's beginning to the end of the plan
     earlier_steps: int  # optimizer steps on earlier slices
-    epoch_rows: int = 0  # of the first epoch that is left
-    epoch_steps: int = 0
 
     @classmethod
-    def of(cls, cfg: RunConfig, rank: Rank, data: TrainingData, progress: Progress) -> "Schedule":
+    def of(cls, cfg: RunConfig, rank: Rank, progress: Progress) -> "Schedule":
         "Return the schedule of a run that begins at `progress`. A collective."
         last_epoch = cfg.initial_epoch + cfg.num_epochs - 1
         limit = math.inf
@@ -82,19 +86,15 @@ class Schedule:
             first = rank.world.from_main(begun)
             limit = cfg.max_steps - (progress.step + 1 - first)
         order = SampleOrder(**progress.order)
-        count, epoch, position = 0, progress.epoch, progress.position
-        epoch_rows = epoch_steps = 0
-        while epoch <= last_epoch and count < limit:
-            plan = Epoch(data.texts, order, epoch)
-            if not count:
-                epoch_rows, epoch_steps = len(plan.rows), len(plan.steps())
-            count += len(plan.steps(position))
-            epoch, position = epoch + 1, 0
+        count = 0
+        if progress.epoch <= last_epoch:
+            later_epochs = last_epoch - progress.epoch
+            count = order.count_steps(progress.position) + later_epochs * order.count_steps()
         earlier_steps = 0
         if progress.optimizer_step:
             earlier_steps = progress.optimizer_step - progress.slice_step
         total_steps = progress.slice_step + int(min(count, limit))
-        return cls(cfg, last_epoch, total_steps, earlier_steps, epoch_rows, epoch_steps)
+        return cls(cfg, last_epoch, total_steps, earlier_steps)
 
     def rate(self, progress: Progress) -> float:
         "Return the learning rate of the step after `progress`."
@@ -119,6 +119,7 @@ class Training:
     watch: Stopwatch
     progress: Progress
     order: SampleOrder
+    packing: str
     storage: Storage
     schedule: Schedule
     evaluations: Evaluations
@@ -128,8 +129,8 @@ class Training:
     saves: Saves
     flops_per_token: float
     first_step: Step | None = None  # the first that this process makes
-    # epoch and row of the run's first step, if this process makes it
-    loss_before_at: list[int] | None = None
+    # epoch and position of the run's first step, if this process makes it
+    first_step_at: list[int] | None = None
     loss_before: float | None = None  # of that step, if dropout raises the loss in training
 
     @property
@@ -148,34 +149,44 @@ def _begin_slice(
     `prepared.about`."""
     cfg, world = start.cfg, prepared.strategy.world
     first, after = data.slice.start_idx, data.slice.end_idx
-    begun = None
-    if saved and saved.is_of(cfg, after) and cfg.resume_scope == "all":
-        begun = saved.order["packing"]
-    packing, reason, chunked = settle_packing(cfg, prepared.strategy, data.texts, begun)
+    packing, reason, chunked = settle_packing(cfg, prepared.strategy, data.texts)
     prepared.about.update(packing=packing, packing_reason=reason, chunked_loss=chunked)
-    order = SampleOrder.of(cfg, packing, len(data.texts), world.size, data.texts.digest)
+    order = SampleOrder.of(cfg, len(data.texts), world.size, data.texts.digest)
     progress = Progress(
-        first, after, cfg.initial_epoch, order=asdict(order), earlier=prepared.trained
+        first,
+        after,
+        cfg.initial_epoch,
+        num_texts=len(data.texts),
+        order=asdict(order),
+        earlier=prepared.trained,
     )
     if saved:
-        progress = next_progress(saved, cfg, after, order)
+        progress = next_progress(saved, cfg, after, order, data.texts.lengths)
     trained = saved.trained() if saved else prepared.trained
     remarks = ledger_remarks(trained, first, after)
-    rows = progress.order["rows_a_step"]
-    return progress, [*remarks, *_remarks_on_batch(cfg, world, rows, order.rows_a_step)]
+    return progress, [*remarks, *_remarks_on_batch(cfg, world, saved, progress, order)]
 
 
-def _remarks_on_batch(cfg: RunConfig, world: World, rows: int, own_rows: int) -> list[str]:
-    """Return a remark if the global batch stays `rows`, as the slice began, and `cfg` alone would
-    make it `own_rows`."""
-    if rows == own_rows:
-        return []
-    accum_steps = -(-rows // (cfg.batch_size * world.size))
-    return [
-        f"the global batch stays {rows} rows, as the slice began;"
-        f" batch_size × accum_steps × {world.size} process(es) would be {own_rows},"
-        f" so accum_steps {cfg.accum_steps} -> {accum_steps}"
-    ]
+def _remarks_on_batch(
+    cfg: RunConfig, world: World, saved: Progress | None, progress: Progress, own: SampleOrder
+) -> list[str]:
+    """Return a remark if the global batch is not the `own` one of `cfg`, since the slice began with
+    another, or not that of the slice before, `saved`, which counts rows."""
+    texts = progress.order["texts_a_step"]
+    made_of = f"batch_size × accum_steps × {world.size} process(es)"
+    if texts != own.texts_a_step:
+        return [
+            f"the global batch stays {texts} texts, as the slice began;"
+            f" {made_of} would be {own.texts_a_step},"
+            f" so accum_steps {cfg.accum_steps} -> {-(-texts // (cfg.batch_size * world.size))}"
+        ]
+    if saved and counts_rows(saved) and saved.order["packing"] != "padded":
+        return [
+            f"a step takes {texts} texts ({made_of}), while the checkpoint's took "
+            f"{saved.order['rows_a_step']} rows of up to {saved.order['max_length']} tokens: for "
+            "steps as large as those, raise accum_steps"
+        ]
+    return []
 
 # %% ../../nbs/training/08_trainer.ipynb #343431de
 def open_training(run_dir: RunDir, stop: StopSignal) -> Training:
@@ -243,7 +254,7 @@ def _open_outputs(
 ) -> Training:
     "Set up evaluations, checkpoints, uploads, trackers and the time budget. A collective."
     cfg, run_dir, strategy = start.cfg, rank.run_dir, prepared.strategy
-    schedule = Schedule.of(cfg, rank, data, progress)
+    schedule = Schedule.of(cfg, rank, progress)
     room = room_for(cfg, run_dir, strategy, start.checkpoint, storage.keeps)
     later_epochs = schedule.last_epoch > progress.epoch
     if room == 1 and (later_epochs or cfg.save_every or cfg.save_minutes):
@@ -273,6 +284,7 @@ def _open_outputs(
         watch,
         progress,
         SampleOrder(**progress.order),
+        prepared.about["packing"],
         storage,
         schedule,
         evaluations,
@@ -319,12 +331,11 @@ def _report_start(
         num_rows=data.slice.num_rows,
         texts=len(data.texts),
         tokens=int(data.texts.lengths.sum()),
-        epoch_rows=schedule.epoch_rows,
-        epoch_steps=schedule.epoch_steps,
+        epoch_steps=SampleOrder(**progress.order).count_steps(),
         dropped=data.slice.dropped,
         best=best_scores(progress),
         exported_checkpoint=None,
-        rows_a_step=progress.order["rows_a_step"],
+        texts_a_step=progress.order["texts_a_step"],
         checkpoint_bytes=checkpoint_bytes(start.cfg, strategy),
         step=progress.step,
         slice_step=progress.slice_step,
@@ -338,7 +349,7 @@ def _train_epochs(training: Training) -> bool:
     progress = training.progress
     while progress.epoch <= training.schedule.last_epoch and not training.is_complete:
         stopping = _train_steps(training)
-        at_end = progress.position >= progress.num_rows
+        at_end = progress.position >= progress.num_texts
         if at_end and (training.saves.room > 1 or training.is_complete):
             training.saves.start(end_of_epoch=True)
         if training.is_complete:
@@ -360,6 +371,7 @@ def _train_steps(training: Training) -> bool:
         training.data.texts,
         training.order,
         cfg,
+        training.packing,
         progress.epoch,
         progress.position,
         world.rank,
@@ -425,9 +437,9 @@ def _measure_before(training: Training, step: Step) -> None:
             scores = {f"eval_{name}": value for name, value in found.items()}
             for text in training.trackers.log({"step": 0, "time": time.time(), **scores}):
                 rank.run_log.remark(text)
-    if told.get("loss_before_at"):
+    if told.get("first_step_at"):
         return
-    training.loss_before_at = [progress.epoch, progress.position]
+    training.first_step_at = [progress.epoch, progress.position]
     if _has_dropout(training.cfg, training.strategy.unwrap_model()):
         # dropout raises the training loss, so it could not be compared with `loss_after`
         training.loss_before = step_loss(training.strategy, step)
@@ -435,14 +447,15 @@ def _measure_before(training: Training, step: Step) -> None:
 
 def _first_step_of_run(training: Training) -> Step | None:
     "Return the first step of the run, which an earlier process may have made. A collective."
-    if training.loss_before_at:
+    if training.first_step_at:
         return training.first_step
     rank = training.rank
-    at = rank.world.from_main(rank.run_dir.status().get("loss_before_at"))
+    at = rank.world.from_main(rank.run_dir.status().get("first_step_at"))
     if not at:
         return training.first_step
     world, data = rank.world, training.data
-    again = epoch_steps(data.texts, training.order, training.cfg, *at, world.rank, world.size)
+    how = (training.order, training.cfg, training.packing)
+    again = epoch_steps(data.texts, *how, *at, world.rank, world.size)
     return next(again, training.first_step)
 
 
@@ -487,13 +500,13 @@ class _StepEnd:
 def _end_step(training: Training, step: Step) -> _StepEnd:
     "Count `step` and decide, the same on all ranks, what follows it. A collective."
     cfg, progress = training.cfg, training.progress
-    progress.position, progress.num_rows = step.position, step.num_rows
+    progress.position = step.position
     progress.samples_seen += step.texts
     progress.step += 1
     progress.slice_step += 1
     progress.optimizer_step += 1
     stopping, saving = _agree(training)
-    last, epoch_ends = training.is_complete, progress.position >= progress.num_rows
+    last, epoch_ends = training.is_complete, progress.position >= progress.num_texts
     due = bool(cfg.eval_every and progress.step % cfg.eval_every == 0)
     planned = epoch_ends or due
     evaluate = training.evaluations.wanted and (last or planned)
@@ -567,9 +580,9 @@ class _Lines:
                 **{f"eval_{name}": value for name, value in found.items()},
             }
         )
-        if end.first and training.loss_before_at:
+        if end.first and training.first_step_at:
             before = measured["loss"] if training.loss_before is None else training.loss_before
-            rank.run_log.status(loss_before=before, loss_before_at=training.loss_before_at)
+            rank.run_log.status(loss_before=before, first_step_at=training.first_step_at)
         if rank.world.is_main:
             if end.first:
                 note_overhead(rank.run_dir.plan(), rank.world.device, rank.world.size)
@@ -652,15 +665,10 @@ def _message(training: Training, state: str) -> str | None:
     if state == NOTHING_TO_DO:
         early = training.evaluations.patience_is_over
         return nothing_left(cfg, (texts.start_idx, texts.end_idx), texts.num_rows, early)
-    if (
-        schedule.total_steps < _FEW_STEPS
-        and not cfg.max_steps
-        and training.order.packing != "padded"
-    ):
+    if schedule.total_steps < _FEW_STEPS and not cfg.max_steps:
         return (
-            f"the slice made only {schedule.total_steps} optimizer steps, "
-            f"since each takes up to {training.order.rows_a_step} rows of {cfg.max_length} tokens: "
-            "for more steps lower batch_size, accum_steps or max_length, or use packing='padded'"
+            f"the slice made only {schedule.total_steps} optimizer steps, since each takes "
+            f"{training.order.texts_a_step} texts: for more steps lower batch_size or accum_steps"
         )
     return None
 
