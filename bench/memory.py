@@ -169,7 +169,7 @@ def measure(cfg: RunConfig) -> tuple[int, int]:
         put_under(cfg, strategy, with_loss(cfg, model, labels), streamed)
         del model
         step = Step(
-            [longest_batch(cfg, packing_of(cfg), bool(labels))] * cfg.accum_steps, 1, 1, 1, 1, 1, 1
+            [longest_batch(cfg, packing_of(cfg), bool(labels))] * cfg.accum_steps, 1, 1, 1, 1, 1
         )
         for _ in range(2):
             with torch.profiler.record_function("a step begins"):
@@ -420,7 +420,7 @@ def measure_alone(cfg: RunConfig, device: torch.device) -> dict[str, float]:
     gc.collect()
     memory.begin()
     step = Step(
-        [longest_batch(cfg, packing_of(cfg), bool(labels))] * cfg.accum_steps, 1, 1, 1, 1, 1, 1
+        [longest_batch(cfg, packing_of(cfg), bool(labels))] * cfg.accum_steps, 1, 1, 1, 1, 1
     )
     begun = 0.0
     for _ in range(3):

@@ -8,8 +8,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from multigpu_ft.data.batches import SampleOrder, epoch_steps
+from multigpu_ft.data.batches import epoch_steps
 from multigpu_ft.data.examples import load_texts
+from multigpu_ft.data.order import SampleOrder
 from multigpu_ft.data.tokenization import tokenize_texts
 from multigpu_ft.distributed.world import join_world, to_device
 from multigpu_ft.models.loading import load_model, load_tokenizer
@@ -28,14 +29,14 @@ class Ours:
         self.cfg = cfg = RunConfig(
             model=folder,
             dataset=f"{folder}/texts.jsonl",
-            batch_size=2,
+            batch_size=6,
             run_root=tempfile.mkdtemp(),
             learning_rate=1e-4,
             **settings,
         )
         self.world, tokenizer = join_world(cfg), load_tokenizer(cfg)
         self._texts = tokenize_texts(load_texts(cfg).texts, tokenizer, cfg.max_length)
-        self._order = SampleOrder.of(cfg, "bucketed", len(self._texts), self.world.size)
+        self._order = SampleOrder.of(cfg, len(self._texts), self.world.size)
         self._tracker, self._watch = (
             RunLog(RunDir.create(cfg), self.world.is_main),
             Stopwatch(self.world.device),
@@ -48,9 +49,11 @@ class Ours:
         self.stream, self.tokens = self._steps(), []
 
     def _steps(self):
-        return epoch_steps(
-            self._texts, self._order, self.cfg, 1, 0, self.world.rank, self.world.size
-        )
+        "Yield the steps with one micro-batch, which is what the other side computes."
+        place = (self.world.rank, self.world.size)
+        for step in epoch_steps(self._texts, self._order, self.cfg, "bucketed", 1, 0, *place):
+            if len(step.micro_batches) == 1:
+                yield step
 
     def step(self):
         """Do everything that a run does for a step: cut and distribute the rows, train, agree on

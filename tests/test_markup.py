@@ -124,7 +124,6 @@ STATUS = {
     "packing": "packed",
     "texts": 5000,
     "tokens": 9000,
-    "epoch_rows": 9,
     "epoch_steps": 9,
     "world_size": 2,
     "session_end": 9e9,

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from multigpu_ft import RunConfig
 from multigpu_ft.checkpoints.manifest import verify_checkpoint
 from multigpu_ft.checkpoints.progress import Progress, next_progress
-from multigpu_ft.data.batches import SampleOrder, epoch_steps
+from multigpu_ft.data.batches import epoch_steps
+from multigpu_ft.data.order import SampleOrder
 from multigpu_ft.data.tokenization import tokenize_texts
 
 
@@ -76,8 +77,8 @@ class Numbers:
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
-    "Only the data path: two slices of two epochs, interrupted at random steps, resumed on random numbers of ranks."
-    packing = data.draw(st.sampled_from(["packed", "bucketed", "padded"]))
+    """Only the data path: two slices of two epochs, interrupted at random steps, resumed on random numbers of
+    ranks and with random packings."""
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=40))
     texts = tokenize_texts(
         [" ".join([str(100 + i)] + ["5"] * (n - 1)) for i, n in enumerate(lengths)], Numbers(), 24
@@ -107,18 +108,17 @@ def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
                 batch_size=batch_size,
                 accum_steps=accum_steps,
                 max_length=24,
-                packing=packing,
                 num_epochs=2,
             )
-            order = SampleOrder.of(cfg, packing, len(part), world_size, part.digest)
-            now = (
-                next_progress(Progress(**json.loads(json.dumps(asdict(saved)))), cfg, end, order)
-                if saved
-                else Progress(start, end, 1, order=asdict(order))
-            )
+            order = SampleOrder.of(cfg, len(part), world_size, part.digest)
+            now = Progress(start, end, 1, num_texts=len(part), order=asdict(order))
+            if saved:
+                stored = json.loads(json.dumps(asdict(saved)))
+                now = next_progress(Progress.read(stored), cfg, end, order, part.lengths)
+            packing = data.draw(st.sampled_from(["packed", "bucketed", "padded"]))
             order, steps_left = SampleOrder(**now.order), data.draw(st.integers(1, 8))
             ranks = [
-                epoch_steps(part, order, cfg, now.epoch, now.position, rank, world_size)
+                epoch_steps(part, order, cfg, packing, now.epoch, now.position, rank, world_size)
                 for rank in range(world_size)
             ]
             for of_ranks in itertools.islice(zip(*ranks, strict=True), steps_left):
@@ -140,11 +140,11 @@ def test_any_series_of_world_sizes_and_batch_sizes_visits_each_text_once(data):
                 ]
                 assert len(ids) == of_ranks[0].texts
                 epoch_texts[now.epoch] += ids
-                now.position, now.num_rows = of_ranks[0].position, of_ranks[0].num_rows
+                now.position = of_ranks[0].position
                 now.step, now.slice_step = now.step + 1, now.slice_step + 1
             assert now.step > last_step
             last_step, saved = now.step, now
-            done = now.epoch == 2 and now.position >= now.num_rows
+            done = now.epoch == 2 and now.position >= now.num_texts
         assert sorted(epoch_texts[1]) == sorted(epoch_texts[2]) == list(range(start, end))
         seen += epoch_texts[1]
     assert sorted(seen) == list(range(len(lengths)))

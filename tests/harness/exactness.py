@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from multigpu_ft import RunConfig
-from multigpu_ft.data.batches import Epoch, SampleOrder, collate, epoch_steps
+from multigpu_ft.data.batches import collate, epoch_steps
+from multigpu_ft.data.layout import lay_out
+from multigpu_ft.data.order import SampleOrder, epoch_order
 from multigpu_ft.data.tokenization import tokenize_texts
 from multigpu_ft.distributed.world import World, join_world, to_device
 from multigpu_ft.models.loss import LossModel
@@ -140,8 +142,9 @@ def steps(texts, cfg, packing, world):
     while True:
         yield from epoch_steps(
             texts,
-            SampleOrder.of(cfg, packing, len(texts), world.size),
+            SampleOrder.of(cfg, len(texts), world.size),
             cfg,
+            packing,
             epoch,
             0,
             world.rank,
@@ -270,12 +273,12 @@ def alone_and_together(model, texts):
     alone = {i: run([[texts[i]]], "padded") for i in range(len(texts))}
     worst = {}
     for packing in ("packed", "bucketed", "padded"):
-        order = SampleOrder.of(config("single"), packing, len(texts), 1)
-        rows, worst[packing] = Epoch(texts, order, 1).rows, 0.0
-        for first in range(0, len(rows), 4):
-            together = run([[texts[i] for i in row] for row in rows[first : first + 4]], packing)
-            expected = torch.cat([alone[i] for row in rows[first : first + 4] for i in row])
-            worst[packing] = max(worst[packing], (together - expected).abs().max().item())
+        order, worst[packing] = epoch_order(len(texts), 0, 1), 0.0
+        for group in lay_out(texts.lengths[order], 1, 4 * MAX_LENGTH, packing):
+            shared = [texts[i] for i in order[group]]
+            rows = [shared] if packing == "packed" else [[text] for text in shared]
+            expected = torch.cat([alone[i] for i in order[group]])
+            worst[packing] = max(worst[packing], (run(rows, packing) - expected).abs().max().item())
     model.train()
     return worst
 
@@ -348,6 +351,7 @@ def main():
     )
     models = {name: build(name) for name in ARCHITECTURES}
     for name, model in models.items():
+        reference = []  # packed, on a single process
         report["texts"][name] = alone_and_together(model, slice_of(24, seed=1))
         for packing in (
             ()
@@ -356,15 +360,11 @@ def main():
             if name == "qwen3"
             else ("packed",)
         ):
-            curves = [curve(model, texts, packing, world, *split) for split in SPLITS]
-            labels = [
-                f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}"
-                for strategy, settings in SPLITS
-            ]
-            report["curves"] |= {
-                label: deviation(points, curves[0])
-                for label, points in zip(labels[1:], curves[1:], strict=True)
-            }
+            for strategy, settings in SPLITS:
+                points = curve(model, texts, packing, world, strategy, settings)
+                reference = reference or points
+                label = f"{name} {packing} {strategy} {' '.join(map(str, settings.values()))}"
+                report["curves"][label] = deviation(points, reference)
     if "others" in sys.argv[2:]:
         other_numbers(models, texts, world, report)
     if world.is_main:

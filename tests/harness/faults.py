@@ -641,30 +641,31 @@ class Reshapes:
         loss.
         """
         rng = random.Random(seed)
-        packing, rows = rng.choice(["padded", "packed", "bucketed"]), rng.choice([4, 6])
+        packings, texts_a_step = ["padded", "packed", "bucketed"], rng.choice([4, 6])
         slice_of = {
             "start_idx": (start := rng.randrange(8)),
             "end_idx": rng.randrange(start + 30, TEXTS + 1),
         }
         root = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"reshape{seed}-"))
         common = {
-            "packing": packing,
             "save_every": None,
-            "max_length": 32 if packing == "padded" else 24,
+            "max_length": rng.choice([24, 32]),
             "seed": rng.randrange(3),
             **slice_of,
         }
         plain = self.server.finish(
-            self.config(root / "undisturbed", batch_size=rows // 2, **common)
+            self.config(root / "undisturbed", batch_size=texts_a_step // 2, **common)
         )
         runs, segments = [], []
         while not runs or runs[-1].status()["slice_step"] < plain.status()["slice_step"]:
             nproc = rng.choice([n for n in (1, 2) if not runs or n != segments[-1][1]])
             strategy = rng.choice(["ddp", "fsdp"] if nproc == 2 else ["single", "ddp", "fsdp"])
-            batch = rng.choice([b for b in range(1, rows + 1) if rows % (b * nproc) == 0])
+            batch = rng.choice(
+                [b for b in range(1, texts_a_step + 1) if texts_a_step % (b * nproc) == 0]
+            )
             # later segments keep the global batch, whatever their setting; with another one,
             # only a checkpoint that is named is continued
-            accum = rows // batch // nproc if not runs else rng.choice([1, 2, 3])
+            accum = texts_a_step // batch // nproc if not runs else rng.choice([1, 2, 3])
             steps = rng.randint(1, 6)
             cfg = self.config(
                 root / "reshaped",
@@ -673,6 +674,7 @@ class Reshapes:
                 batch_size=batch,
                 accum_steps=accum,
                 max_steps=steps,
+                packing=rng.choice(packings),
                 resume_file=str(runs[-1].checkpoints()[-1]) if runs else "auto",
                 **common,
             )

@@ -1038,11 +1038,18 @@ def make_checkpoint(run_dir, cfg, name="opt-tiny_0-5000-epoch-1"):
         "end_idx": 5000,
         "epoch": 1,
         "position": 9,
-        "num_rows": 9,
+        "num_texts": 9,
         "step": 3,
         "slice_step": 3,
         "trained": [
-            {"start_idx": 0, "end_idx": 5000, "epochs": 1, "steps": 3, "position": 9, "num_rows": 9}
+            {
+                "start_idx": 0,
+                "end_idx": 5000,
+                "epochs": 1,
+                "steps": 3,
+                "position": 9,
+                "num_texts": 9,
+            }
         ],
     }
     (folder / "progress.json").write_text(json.dumps(progress))
@@ -1135,7 +1142,7 @@ STATUS = {
     "resumed_from": "runs/x/checkpoints/y",
     "resumed_saved_at": 1.5,
     "slice": [0, 5000],
-    "rows_a_step": 4,
+    "texts_a_step": 4,
     "activity": None,
     "message": None,
     "interrupted": False,

@@ -737,7 +737,7 @@ def add_checkpoint(run, step, rng, sizes=(3 * PART + 1000, 100_000)):
             "epochs": 0,
             "steps": step,
             "position": step,
-            "num_rows": 48,
+            "num_texts": 48,
         }
     ]
     write_json(partial / "progress.json", {"step": step, "trained": slices})

@@ -21,17 +21,17 @@ def count(settings):
     Raises what the device does if the last step waits, with the traceback of that wait."""
     with tempfile.TemporaryDirectory() as folder:
         training = _begin(folder, settings)
-        strategy, order = training.strategy, training.order
+        strategy = training.strategy
         stream = _steps(training)
         norms = [_step(training, step) for step in islice(stream, WARM_UP)]
         with _counted(strategy.world.device) as found:
             norms += [_step(training, step) for step in islice(stream, COUNTED - 1)]
         with _refused(strategy.world.device):
             norms += [_step(training, step) for step in islice(stream, 1)]
-        assert len(norms) == WARM_UP + COUNTED, "the rows make too few steps"
+        assert len(norms) == WARM_UP + COUNTED, "the texts make too few steps"
         return {
             "device": strategy.world.device.type,
-            "packing": order.packing,
+            "packing": training.packing,
             "dtype": str(strategy.dtype).removeprefix("torch."),
             **found,
             "finite": bool(norms[-1].isfinite()),
@@ -54,7 +54,14 @@ def _steps(training):
 
     world = training.strategy.world
     return epoch_steps(
-        training.data.texts, training.order, training.cfg, 1, 0, world.rank, world.size
+        training.data.texts,
+        training.order,
+        training.cfg,
+        training.packing,
+        1,
+        0,
+        world.rank,
+        world.size,
     )
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from harness.exactness import SHAPE, build, slice_of
+from harness.exactness import SHAPE, build
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -135,7 +135,7 @@ def test_a_model_that_sees_padding_takes_a_mask(dtype):
     config = AutoConfig.for_model("bert", **{name: SHAPE[name] for name in names})
     exact = checked(AutoModelForCausalLM.from_config(config), dtype)
     assert exact == {"packed": False, "bucketed": False}
-    assert choose_packing(RunConfig(), exact, None, None, 2)[0] == "padded"
+    assert choose_packing(RunConfig(), exact, None)[0] == "padded"
 
 
 def deaf(forward):
@@ -153,14 +153,12 @@ def blabbing(forward):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name, fault", [("opt", deaf), ("gpt2", deaf), ("opt", blabbing)])
 def test_a_model_that_ignores_positions_or_layout_takes_buckets(name, fault, dtype):
-    model, texts = build(name), slice_of(8)
+    model = build(name)
     decoder = model.model.decoder if name == "opt" else model.base_model
     decoder.forward = fault(decoder.forward)
     exact = checked(model, dtype)
     assert exact == BUCKETS
-    packing, why = choose_packing(
-        RunConfig(packing="packed", max_length=LENGTH), exact, texts, model, 1
-    )
+    packing, why = choose_packing(RunConfig(packing="packed"), exact, model)
     assert packing == "bucketed" and "texts would see each other" in why
 
 

@@ -189,7 +189,7 @@ print(total / targets, type(model).__name__, model.generate(ids[:, :4], max_new_
 
 @pytest.mark.parametrize("strategy", [slow("single"), slow("ddp"), "fsdp"])
 def test_export_is_the_trained_model(train, run_root, tmp_path, strategy):
-    from multigpu_ft.data.batches import epoch_order
+    from multigpu_ft.data.order import epoch_order
     from multigpu_ft.data.sources import builtin_corpus
 
     run = train(
