@@ -14,24 +14,24 @@ from multigpu_ft import RunConfig, launch
 from multigpu_ft.display.plots import save_png
 
 WAYS = {
-    "single, 8 rows": {"strategy": "single", "batch_size": 8},
-    "ddp, 2 × 4 rows": {"strategy": "ddp", "batch_size": 4},
-    "ddp, 2 × 4 × 1 row": {"strategy": "ddp", "batch_size": 1, "accum_steps": 4},
-    "fsdp full_shard, 2 × 4 rows": {
+    "single, 8 texts": {"strategy": "single", "batch_size": 8},
+    "ddp, 2 × 4 texts": {"strategy": "ddp", "batch_size": 4},
+    "ddp, 2 × 4 × 1 texts": {"strategy": "ddp", "batch_size": 1, "accum_steps": 4},
+    "fsdp full_shard, 2 × 4 texts": {
         "strategy": "fsdp",
         "batch_size": 4,
         "communication": "micro_batch",
     },
-    "fsdp shard_grad_op, 2 × 2 × 2 rows": {
+    "fsdp shard_grad_op, 2 × 2 × 2 texts": {
         "strategy": "fsdp",
         "batch_size": 2,
         "accum_steps": 2,
         "sharding": "shard_grad_op",
     },
-    "accelerate, 2 × 2 × 2 rows": {"strategy": "accelerate", "batch_size": 2, "accum_steps": 2},
-    "zero1, 2 × 2 × 2 rows": {"strategy": "zero1", "batch_size": 2, "accum_steps": 2},
-    "zero2, 2 × 1 × 4 rows": {"strategy": "zero2", "batch_size": 1, "accum_steps": 4},
-    "zero3, 2 × 4 rows": {"strategy": "zero3", "batch_size": 4},
+    "accelerate, 2 × 2 × 2 texts": {"strategy": "accelerate", "batch_size": 2, "accum_steps": 2},
+    "zero1, 2 × 2 × 2 texts": {"strategy": "zero1", "batch_size": 2, "accum_steps": 2},
+    "zero2, 2 × 1 × 4 texts": {"strategy": "zero2", "batch_size": 1, "accum_steps": 4},
+    "zero3, 2 × 4 texts": {"strategy": "zero3", "batch_size": 4},
 }
 
 parser = argparse.ArgumentParser(description=__doc__)

@@ -8,7 +8,7 @@ Writes bench/results/cpu.json (or training-gpu.json with --gpu) and prints the t
 all arms run on the CPU, with it all run on one GPU. All arms train the same
 model (OPT, hidden 384, 6 layers, from the same random weights) on texts of the same file, on 2 gloo
 ranks of one thread each. Their micro-batches have 4 texts of at most 512 tokens or 2 full rows, ours
-have 2 or 3 rows. A peer is compared with the arm of ours that has the most similar number of real
+have 4 or 6 texts. A peer is compared with the arm of ours that has the most similar number of real
 tokens in an optimizer step. Arms are interleaved in rotating order, and ratios are taken within a
 round. It is an error if the first loss of an arm is not that of the untrained model."""
 
@@ -31,35 +31,35 @@ from multigpu_ft.run.environment import visible_gpus
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
-# part: (vocabulary, dtype, {arm: steps}); our arms are named by strategy and rows of a micro-batch
+# part: (vocabulary, dtype, {arm: steps}); our arms are named by strategy and texts of a micro-batch
 PARTS = {
     "fp32, V=8,192": (
         8192,
         "fp32",
         {
-            "ours ddp 2": 8,
+            "ours ddp 4": 8,
             "original": 5,
             "dynamic": 7,
             "grouped": 7,
-            "ours ddp 3": 7,
+            "ours ddp 6": 7,
             "packed": 8,
             "trl": 6,
-            "ours fsdp 2": 8,
-            "ours single 2": 8,
+            "ours fsdp 4": 8,
+            "ours single 4": 8,
         },
     ),
-    "bf16, V=8,192": (8192, "bf16", {"ours ddp 2": 9, "grouped": 7, "ours ddp 3": 7, "packed": 9}),
+    "bf16, V=8,192": (8192, "bf16", {"ours ddp 4": 9, "grouped": 7, "ours ddp 6": 7, "packed": 9}),
     "fp32, V=50,272": (
         50272,
         "fp32",
-        {"ours ddp 2": 5, "original": 3, "dynamic": 4, "grouped": 4, "packed": 5, "trl": 4},
+        {"ours ddp 4": 5, "original": 3, "dynamic": 4, "grouped": 4, "packed": 5, "trl": 4},
     ),
 }
 GPU_PARTS = {  # on one GPU; the models have random weights. The smallest one fits on every GPU
-    "OPT-125M fp16": ("facebook/opt-125m", "fp16", {"ours single 8": 20, "packed": 20}),
-    "OPT-1.3B bf16": ("facebook/opt-1.3b", "bf16", {"ours single 8": 20, "packed": 20}),
-    "OPT-1.3B fp16": ("facebook/opt-1.3b", "fp16", {"ours single 8": 20, "packed": 20}),
-    "Qwen3-0.6B bf16": ("Qwen/Qwen3-0.6B", "bf16", {"ours single 8": 20, "packed": 20}),
+    "OPT-125M fp16": ("facebook/opt-125m", "fp16", {"ours single 24": 20, "packed": 20}),
+    "OPT-1.3B bf16": ("facebook/opt-1.3b", "bf16", {"ours single 24": 20, "packed": 20}),
+    "OPT-1.3B fp16": ("facebook/opt-1.3b", "fp16", {"ours single 24": 20, "packed": 20}),
+    "Qwen3-0.6B bf16": ("Qwen/Qwen3-0.6B", "bf16", {"ours single 24": 20, "packed": 20}),
 }
 GPU_SHAPES = {
     "facebook/opt-125m": (
@@ -189,7 +189,7 @@ def peer(arm, rows, folder, dtype, steps, ranks):
     }
 
 
-def ours(strategy, rows, folder, dtype, steps):
+def ours(strategy, texts, folder, dtype, steps):
     from multigpu_ft import RunConfig, launch
 
     cfg = RunConfig(
@@ -197,7 +197,7 @@ def ours(strategy, rows, folder, dtype, steps):
         dataset=f"{folder}/texts.jsonl",
         strategy=strategy,
         dtype=dtype,
-        batch_size=rows,
+        batch_size=texts,
         learning_rate=1e-4,
         max_steps=steps,
         nproc=1 if strategy == "single" else 2,
@@ -292,9 +292,8 @@ def measure(name, vocabulary, dtype, arms, args, tmp, save):
             if who == "ours":
                 result = ours(setting[0], int(setting[1]), folder, dtype, arms[arm])
             else:
-                result = peer(
-                    arm, int(names[0].split()[2]), folder, dtype, arms[arm], 1 if args.gpu else 2
-                )
+                rows, ranks = (8, 1) if args.gpu else (2, 2)
+                result = peer(arm, rows, folder, dtype, arms[arm], ranks)
             if abs(result["first_loss"] - untrained) > 0.01 * untrained:
                 sys.exit(
                     f"{arm}: its first loss is {result['first_loss']:.4f}, that of the untrained model {untrained:.4f}"
@@ -377,7 +376,7 @@ def main():
                     {s: spread(alternating(s, folder, 24)) for s in ("ddp", "fsdp")},
                 )
                 speeds = {
-                    s: [r["tokens_per_second"] for r in found[f"ours {s} 2"]]
+                    s: [r["tokens_per_second"] for r in found[f"ours {s} 4"]]
                     for s in ("single", "ddp", "fsdp")
                 }
                 save(
@@ -439,7 +438,7 @@ def report(result, out):
             )
     for part in GPU_PARTS:
         if part in result:
-            ours_over, mfu = result[part]["ours over"], result[part]["ours single 8"]["mfu"]
+            ours_over, mfu = result[part]["ours over"], result[part]["ours single 24"]["mfu"]
             line(
                 f"{part}: tokens/s over packed",
                 ours_over["tokens_per_second"]["packed"],
@@ -448,7 +447,7 @@ def report(result, out):
             line(f"{part}: peak memory over packed", ours_over["peak_gib"]["packed"], "at most 0.6")
             print(
                 f"{part}: MFU {mfu}  at least 0.5 in bf16; peak "
-                f"{result[part]['arms']['ours single 8']['peak_gib']['median']} GiB, "
+                f"{result[part]['arms']['ours single 24']['peak_gib']['median']} GiB, "
                 "on a T4 at most 16"
             )
     print(f"all of it: {out}")

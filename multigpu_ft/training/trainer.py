@@ -176,9 +176,8 @@ def _remarks_on_batch(
     made_of = f"batch_size × accum_steps × {world.size} process(es)"
     if texts != own.texts_a_step:
         return [
-            f"the global batch stays {texts} texts, as the slice began;"
-            f" {made_of} would be {own.texts_a_step},"
-            f" so accum_steps {cfg.accum_steps} -> {-(-texts // (cfg.batch_size * world.size))}"
+            f"a step takes {texts} texts, as when the slice began, "
+            f"not {own.texts_a_step} ({made_of})"
         ]
     if saved and counts_rows(saved) and saved.order["packing"] != "padded":
         return [

@@ -1,5 +1,6 @@
 """Saving, stopping and resuming as a user sees them: messages, kept checkpoints, and runs that cannot continue."""
 
+import itertools
 import json
 import os
 import re
@@ -18,11 +19,16 @@ from multigpu_ft.checkpoints.discovery import find_checkpoints
 from multigpu_ft.checkpoints.manifest import (
     commit,
     contents,
+    digest,
     fingerprint,
     read_progress,
     verify_checkpoint,
 )
-from multigpu_ft.run.run_dir import PARTIAL, STOPPED_EXIT_CODE
+from multigpu_ft.data.examples import load_texts
+from multigpu_ft.data.order import used_texts
+from multigpu_ft.data.tokenization import tokenize
+from multigpu_ft.models.loading import load_tokenizer
+from multigpu_ft.run.run_dir import PARTIAL, STOPPED_EXIT_CODE, read_commit, write_json
 
 
 def remarks(run):
@@ -107,6 +113,34 @@ def test_a_file_that_the_commit_does_not_name_is_not_loaded(
         assert run.status()["state"] == "done" and run.status()["slice_step"] == 6
         found.append((run.metrics()[-1]["loss"], faults.final_state(run.checkpoints()[-1])))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("packing, rows", [("packed", 8), ("bucketed", 13), ("padded", 12)])
+def test_a_checkpoint_that_counts_rows_resumes_with_the_texts_it_has_not_seen(
+    material, run_root, server, packing, rows
+):
+    "As versions before 0.1.0 wrote them, whose steps took rows of a whole slice, several texts in one."
+    cfg = faults.config(material, run_root, num_epochs=1, save_every=None)
+    run = server.finish(cfg.replace(max_steps=3))
+    (checkpoint,) = run.checkpoints()
+    progress, record = read_progress(checkpoint), read_commit(checkpoint)
+    now = {"packing": packing, "max_length": cfg.max_length, "rows_a_step": 4}
+    seed, texts = progress["order"]["seed"], tokenize(cfg, load_texts(cfg), load_tokenizer(cfg))
+    used = used_texts({**now, "epoch": 1, "position": rows}, seed, texts.lengths)
+    order = {name: progress["order"][name] for name in ("seed", "num_texts", "texts")}
+    del progress["num_texts"]
+    progress |= {"position": rows, "num_rows": 99, "order": {**order, **now}}
+    partial = checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}.0{PARTIAL}"))
+    write_json(partial / "progress.json", progress)
+    record["files"]["progress.json"] = digest(partial / "progress.json")
+    commit(partial, record["fingerprint"], record["files"])
+
+    last = server.finish(cfg.replace(packing="packed" if packing == "padded" else "bucketed"))
+    _, steps = faults.lineage([last])
+    assert sorted([*itertools.chain(*steps), *used.tolist()]) == list(range(len(texts)))
+    size = read_progress(last.checkpoints()[-1])["order"]["texts_a_step"]
+    assert {len(step) for step in steps[:-1]} == {size} and size >= 4
+    assert size == 4 or f"a step takes {size} texts, as when the slice began" in remarks(last)[0]
 
 
 def test_the_ledger_reports_gaps_overlaps_and_repeats_before_training(

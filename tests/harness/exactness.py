@@ -357,7 +357,7 @@ def main():
             ()
             if name not in sys.argv[2:]
             else ("packed", "bucketed", "padded")
-            if name == "qwen3"
+            if name in ("llama", "qwen3")
             else ("packed",)
         ):
             for strategy, settings in SPLITS:

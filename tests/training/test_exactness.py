@@ -21,9 +21,7 @@ from multigpu_ft.models.blocks import transformer_blocks
 def ranks(request, tmp_path_factory):
     "What two ranks found, in one process pair for all tests below, and no more than those that run ask for."
     items = [item for item in request.session.items if "ranks" in item.fixturenames]
-    curves = [
-        item for item in items if item.originalname == "test_one_curve_for_all_ways_to_share_a_step"
-    ]
+    curves = [item for item in items if item.originalname.startswith("test_one_curve_for_all_ways")]
     asked = [item.callspec.params["name"] for item in curves]
     asked += ["others"] if len(items) > len(curves) else []
     report = tmp_path_factory.mktemp("exactness") / "report.json"
@@ -50,14 +48,14 @@ def ranks(request, tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [name if name == "llama" else slow(name) for name in ARCHITECTURES]
 )
-def test_one_curve_for_all_ways_to_share_a_step(ranks, name):
+def test_one_curve_for_all_ways_to_share_a_step_and_to_lay_it_out(ranks, name):
     """20 steps of 8 texts: loss and gradient norm within 1e-5 of those of one process that packs them.
 
     OPT's ReLU has a kink: an activation that rounding moves across it switches its gradient on
     or off, so there the norm is held to 5e-4, and the same model with a smooth activation to
     1e-5."""
     curves = {way: worst for way, worst in ranks["curves"].items() if way.startswith(f"{name} ")}
-    assert len(curves) == (33 if name == "qwen3" else 11)
+    assert len(curves) == (33 if name in ("llama", "qwen3") else 11)
     for way, (loss, norm) in curves.items():
         assert loss < 1e-5 and norm < (5e-4 if name == "opt" else 1e-5), (way, loss, norm)
 
