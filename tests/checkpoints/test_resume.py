@@ -255,7 +255,7 @@ def test_another_tokenizer_or_text_is_refused(material, run_root, server):
     lines = (folder / "texts.jsonl").read_text().splitlines(keepends=True)
     (folder / "texts.jsonl").write_text("".join([lines[1], lines[0], *lines[2:]]))
     changed = server.finish(cfg)
-    assert "its rows would now be in another order (texts: checkpoint" in error_of(changed)
+    assert "its texts would now be in another order (texts: checkpoint" in error_of(changed)
     (folder / "texts.jsonl").write_text("".join(lines))
     tokenizer = json.loads((folder / "model" / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["w0"], tokenizer["model"]["vocab"]["w1"] = (
@@ -515,7 +515,7 @@ if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
     original, calls = loss.LossModel.forward, []
     def hungry(self, input_ids, **inputs):
         calls.append(1)
-        if len(calls) > 12 and torch.is_grad_enabled() and len(input_ids) > LIMIT:
+        if len(calls) > 12 and torch.is_grad_enabled() and input_ids.numel() > LIMIT:
             raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
         return original(self, input_ids, **inputs)
     loss.LossModel.forward = hungry
@@ -538,7 +538,7 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(
         save_every=3,
     )
     plain = server.finish(cfg.replace(run_root=str(run_root / "plain")))
-    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "2"))
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "2 * 32"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     run = launch(cfg)
     assert (run.state, run.dir.config().batch_size, run.dir.config().accum_steps) == ("done", 2, 2)
