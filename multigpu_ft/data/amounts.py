@@ -122,12 +122,26 @@ class Amounts:
     exact: bool
     bound: bool
 
+    @property
+    def tokens_a_text(self) -> float:
+        return self.tokens / max(1, self.rows)
+
+    @property
+    def run_tokens(self) -> float:
+        "The tokens of all epochs, up to `max_steps`."
+        return min(self.tokens * self.epochs, self.steps * self.a_step * self.tokens_a_text)
+
+    @property
+    def most(self) -> bool:
+        "Whether a run may have fewer tokens: there may be fewer rows, or shorter ones."
+        return self.bound or not self.rows_are_known
+
     def __str__(self) -> str:
         about = "at most " if self.bound else "" if self.exact else "about "
         rows = f"{self.rows:,} row{'s are' if self.rows != 1 else ' is'}"
         texts = f"{self.a_step:,} text{'s' * (self.a_step != 1)} a step"
         in_each = "at most" if self.bound else "about"
-        each = f"{in_each} {self.tokens * self.a_step / max(1, self.rows):,.0f} tokens"
+        each = f"{in_each} {self.tokens_a_text * self.a_step:,.0f} tokens"
         at_most = "" if self.rows_are_known else "at most "
         passes = f" in {self.epochs:,} epochs" if self.epochs > 1 else ""
         steps = f"make {at_most}{self.steps:,} step{'s' * (self.steps != 1)}{passes}"

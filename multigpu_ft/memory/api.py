@@ -146,12 +146,9 @@ def _highest_peak(fit: Fit) -> tuple[str, dict[str, float]]:
     return highest["phase"], {name: size / _GIB for name, size in sizes.items()}
 
 
-def _hours(cfg: RunConfig, amounts: Amounts, tokens_per_second: float | None) -> float | None:
-    "Return how long a run takes if all texts are of `max_length`; None if its speed is unknown."
-    most = amounts.rows * cfg.num_epochs * cfg.max_length
-    if cfg.max_steps:
-        most = min(most, cfg.max_steps * amounts.a_step * cfg.max_length)
-    return most / tokens_per_second / 3600 if tokens_per_second else None
+def _hours(amounts: Amounts, tokens_per_second: float | None) -> float | None:
+    "Return how long the tokens of a run take; None if its speed is unknown."
+    return amounts.run_tokens / tokens_per_second / 3600 if tokens_per_second else None
 
 
 def _checkpoints(cfg: RunConfig, steps: int, hours: float | None) -> int:
@@ -207,8 +204,8 @@ class Estimate:
     and the `verdict` in words; `phases`, the peak of each; `host_gib` at `load` and at `save`;
     `disk_gib` for a `checkpoint`, the `export` and all that are `kept`, with the number of
     `checkpoints`; `rows` of the slice, and `amounts`, the tokens and steps they make;
-    `tokens_per_second` of all GPUs together and `hours` at most, both None for a
-    GPU of unknown speed; `remedies`; `assumptions`; and `simulation`, the `Fit` behind it."""
+    `tokens_per_second` of all GPUs together and `hours` (at most, where the texts are elsewhere),
+    both None for a GPU of unknown speed; `remedies`; `assumptions`; and `simulation`, the `Fit` behind it."""
 
     def __init__(self, config: RunConfig, fit: Fit, found: list[Remedy], machine: Machine) -> None:
         self.config, self.decided, self.remedies = config, fit.cfg, found
@@ -222,7 +219,7 @@ class Estimate:
         self.tokens_per_second = fit.tokens_per_second
         self.amounts = read_amounts(config, fit.gpus)
         self.rows = self.amounts.rows
-        self.hours = _hours(config, self.amounts, fit.tokens_per_second)
+        self.hours = _hours(self.amounts, fit.tokens_per_second)
         self.checkpoints = _checkpoints(config, self.amounts.steps, self.hours)
         self.disk_gib = _disk(fit, self.checkpoints)
 
@@ -282,11 +279,15 @@ def _time(hours: float) -> str:
     return age(3600 * hours) if hours > 0.025 else "1 min"
 
 
+def _duration(found: Estimate) -> str:
+    return f"{'at most' if found.amounts.most else 'about'} {_time(found.hours)}"
+
+
 def _line(found: Estimate) -> str:
     size = f"{found.peak_gib:.1f} of {found.limit_gib:.1f} GiB"
     if found.gpu.held_mib:
         size += f" that are free of {found.gpu.memory_mib / 1024:.1f}"
-    time = f"; at most {_time(found.hours)}" if found.hours else ""
+    time = f"; {_duration(found)}" if found.hours else ""
     if found.note:
         verdict = found.verdict[0].upper() + found.verdict[1:]
         return f"{found.note}. {verdict}: {size} on each, at the {found.moment}{time}."
@@ -299,7 +300,7 @@ def _remarks(found: Estimate) -> list[str]:
     hours = found.config.max_hours or session_hours() or sessions
     if found.hours and hours and found.hours > hours:
         said.append(
-            f"it may take up to {_time(found.hours)}, longer than a session of "
+            f"it may take {_duration(found)}, longer than a session of "
             f"{_time(hours)}: the run would resume in the next one"
         )
     if found.decided.dtype == "bf16" and not has_bf16(found.gpu.capability):
@@ -324,12 +325,14 @@ def _assumptions(found: Estimate) -> list[str]:
     ]
     if found.tokens_per_second:
         known = "" if amounts.rows_are_known else ", if the data has as many"
+        length = f"about {amounts.tokens_a_text:,.0f} tokens each"
+        if amounts.bound:
+            length = "each counted as max_length; shorter ones take less"
         ends = f", at most max_steps={cfg.max_steps:,} steps" if cfg.max_steps else ""
         said += [
             "time: half of the data sheet's operations, three quarters of its bandwidth, "
             "overlapped with transfers; rough, within a factor of two",
-            f"hours: {amounts.rows:,} rows{known}, all of max_length, "
-            f"{found.config.num_epochs} epoch(s){ends}; shorter texts take less",
+            f"hours: {amounts.rows:,} rows{known}, {length}, {amounts.epochs} epoch(s){ends}",
         ]
     return said
 
@@ -421,7 +424,7 @@ def _table(found: Estimate) -> list[tuple[str, str]]:
     rows.append(("optimizer steps", str(found.amounts)))
     if found.tokens_per_second:
         speed = f"{found.tokens_per_second:,.0f} tokens/s"
-        time = f"at most {_time(found.hours)} for {found.rows:,} rows"
+        time = f"{_duration(found)} for {found.rows:,} rows"
         rows.append(("speed of all GPUs, roughly", f"{speed}; {time}"))
     return rows
 

@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..data.amounts import read_amounts
 from ..display.plots import BLUE, GREEN, INK, ORANGE, new_figure, picture_style, png_bytes
 from ..display.tables import html_table
 from .fit import simulations
@@ -71,7 +72,8 @@ class Shape:
     """The numbers that determine what is sent.
 
     These are the parameters, those in blocks and those trained; `width`, the bytes of one in the
-    compute dtype; and `tokens` per GPU and step."""
+    compute dtype; and `tokens` per GPU and step, with all texts as long as they can be if
+    `full_length`."""
 
     parameters: int
     in_blocks: int
@@ -81,6 +83,7 @@ class Shape:
     micro_batches: int
     window: bool
     tokens: int
+    full_length: bool
     flops_per_token: float
 
 
@@ -261,13 +264,14 @@ def _lines(paper: Communication) -> list[str]:
 
 def _assumptions(paper: Communication) -> str:
     shape, gpu = paper.shape, paper.gpu
+    length = ", if all texts have max_length," if shape.full_length else ""
     how = f"for each of {shape.micro_batches} micro-batches"
     if shape.window or shape.micro_batches == 1:
         how = "once a step"
     return (
         f"{shape.parameters / 1e9:.2f} billion parameters, "
         f"{shape.trainable / 1e9:.2f} trained, gathered {how} in {shape.width} bytes, "
-        f"gradients in 4; {shape.tokens:,} tokens a GPU and step at {paper.mfu:.0%} of "
+        f"gradients in 4; {shape.tokens:,} tokens a GPU and step{length} at {paper.mfu:.0%} of "
         f"{gpu.name}'s {gpu.flops / 1e12:,.0f} TFLOPS; "
         f"{paper.gpus} GPUs a node, {paper.link / 1e9:g} GB/s inside, "
         f"{paper.network * 8 / 1e9:g} Gb/s a GPU between nodes"
@@ -431,7 +435,9 @@ def communication(
 
 # %% ../../nbs/memory/05_scaling.ipynb #89fdd891
 def read_shape(cfg: RunConfig, gpu: GPU, gpus: int) -> Shape:
-    "Return the `Shape` of `cfg` on a node with `gpus` of the kind `gpu`, simulated under fsdp."
+    """Return the `Shape` of `cfg` on a node with `gpus` of the kind `gpu`, simulated under fsdp.
+
+    Texts that are on this disk count with their lengths, others with `max_length`."""
     dtype = gpu.dtype if cfg.dtype == "auto" else cfg.dtype
     checkpointing = (
         "full" if cfg.activation_checkpointing == "auto" else cfg.activation_checkpointing
@@ -446,14 +452,17 @@ def read_shape(cfg: RunConfig, gpu: GPU, gpus: int) -> Shape:
     )
     with simulations() as ask:
         found = ask(asked, gpu, gpus)
+    amounts = read_amounts(cfg, gpus)
+    tokens = round(cfg.batch_size * cfg.accum_steps * amounts.tokens_a_text)
     return Shape(
         found["parameters"],
         found["parameters_in_blocks"],
         found["trainable"],
         found["blocks"],
         4 if dtype == "fp32" else 2,
-        cfg.accum_steps,
+        -(-tokens // (cfg.batch_size * cfg.max_length)),
         found["communication"] == "window",
-        cfg.batch_size * cfg.max_length * cfg.accum_steps,
+        tokens,
+        amounts.bound,
         found["flops_per_token"],
     )

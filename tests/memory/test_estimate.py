@@ -198,6 +198,22 @@ def test_hours_end_with_max_steps(opt):
     assert many.hours == opt.hours
 
 
+def test_hours_count_texts_as_long_as_they_are(opt, tmp_path):
+    assert "at most" in opt.line and "each counted as max_length" in str(opt)
+    data = tmp_path / "x.jsonl"
+    data.write_text(('{"text": "' + "some words " * 8 + '"}\n') * 5000)
+    cfg = opt.config.replace(dataset=str(data))
+    short = Estimate(cfg, opt.simulation, [], opt.machine)
+    tokens = short.amounts.tokens
+    assert 5000 * 10 < tokens < 5000 * 40
+    assert short.hours == pytest.approx(tokens / opt.tokens_per_second / 3600)
+    assert short.hours < opt.hours / 10
+    assert "; about " in short.line and "at most" not in short.line
+    assert f"about {tokens / 5000:,.0f} tokens each" in str(short)
+    twice = Estimate(cfg.replace(num_epochs=2), opt.simulation, [], opt.machine)
+    assert twice.hours == pytest.approx(2 * short.hours)
+
+
 def test_only_a_session_that_ends_is_too_short(opt, monkeypatch):
     long = Estimate(opt.config.replace(num_epochs=100), opt.simulation, [], opt.machine)
     assert long.hours > 12 and not any("session" in remark for remark in long.remarks)
