@@ -325,14 +325,14 @@ def _assumptions(found: Estimate) -> list[str]:
     ]
     if found.tokens_per_second:
         known = "" if amounts.rows_are_known else ", if the data has as many"
-        length = f"about {amounts.tokens_a_text:,.0f} tokens each"
+        length, less = f"about {amounts.tokens_a_text:,.0f} tokens each", ""
         if amounts.bound:
-            length = "each counted as max_length; shorter ones take less"
+            length, less = "each counted as max_length", "; shorter texts take less"
         ends = f", at most max_steps={cfg.max_steps:,} steps" if cfg.max_steps else ""
         said += [
             "time: half of the data sheet's operations, three quarters of its bandwidth, "
             "overlapped with transfers; rough, within a factor of two",
-            f"hours: {amounts.rows:,} rows{known}, {length}, {amounts.epochs} epoch(s){ends}",
+            f"hours: {amounts.rows:,} rows{known}, {length}, {amounts.epochs} epoch(s){ends}{less}",
         ]
     return said
 
