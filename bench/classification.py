@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from gpus import hide_gpus
-from peer import interval, options, run_peer
+from paired import interval, options, run_peer
 
 RESULTS = Path(__file__).parent / "results"
 ARMS = {

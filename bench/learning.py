@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from gpus import hide_gpus
-from peer import interval, options, run_peer
+from paired import interval, options, run_peer
 
 RESULTS = Path(__file__).parent / "results"
 TRAINED, HELD_OUT, LENGTH, RATE = 240, 40, 512, 5e-4

@@ -1,5 +1,5 @@
-"""The other trainer of a comparison: a bench runs itself again, in 2 processes of torchrun with one
-thread each, and reads what they wrote."""
+"""Comparisons with another trainer over the same seeds: the command line, the other trainer's two
+ranks (the bench itself, run again by torchrun), and the interval of the differences."""
 
 import argparse
 import json
