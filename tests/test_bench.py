@@ -28,7 +28,7 @@ ON_GPUS = [
     REPO / "tests" / "harness" / "waits.py",
 ]
 # what a bench or the ranks of one import, and what needs no device
-WITHOUT_ARMS = {"gpus", "bare", "ours", "peers", "intervals", "first_hour"}
+WITHOUT_ARMS = {"gpus", "paired", "bare", "ours", "peers", "intervals", "first_hour"}
 
 
 def vanished(source):
