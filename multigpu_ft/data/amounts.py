@@ -132,8 +132,8 @@ class Amounts:
         return min(self.tokens * self.epochs, self.steps * self.a_step * self.tokens_a_text)
 
     @property
-    def most(self) -> bool:
-        "Whether a run may have fewer tokens: there may be fewer rows, or shorter ones."
+    def may_be_less(self) -> bool:
+        "True if a run may have fewer tokens: there may be fewer rows, or shorter ones."
         return self.bound or not self.rows_are_known
 
     def __str__(self) -> str:

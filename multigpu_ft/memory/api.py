@@ -280,7 +280,7 @@ def _time(hours: float) -> str:
 
 
 def _duration(found: Estimate) -> str:
-    return f"{'at most' if found.amounts.most else 'about'} {_time(found.hours)}"
+    return f"{'at most' if found.amounts.may_be_less else 'about'} {_time(found.hours)}"
 
 
 def _line(found: Estimate) -> str:
