@@ -268,6 +268,11 @@ def gemm_peak(dtype):
     )
 
 
+def multiplies_bf16():
+    "Return whether this CPU multiplies matrices faster in bf16 than in fp32, as one with units for it does."
+    return gemm_peak("bfloat16") > gemm_peak("float32")
+
+
 def alternating(strategy, folder, steps):
     command = [
         BIN / "torchrun",
@@ -345,6 +350,20 @@ def measure(name, vocabulary, dtype, arms, args, tmp, save):
     return folder, found
 
 
+def chosen_parts(args):
+    "Return the parts to measure. On a CPU without units for bf16, that part would take hours and tell nothing."
+    parts = {
+        name: part
+        for name, part in (GPU_PARTS if args.gpu else PARTS).items()
+        if not args.only or any(word in name for word in args.only)
+    }
+    slow = [] if args.gpu else [name for name, part in parts.items() if part[1] == "bf16"]
+    if slow and not multiplies_bf16():
+        print(f"{', '.join(slow)}: left out, since this CPU multiplies bf16 more slowly than fp32")
+        parts = {name: part for name, part in parts.items() if name not in slow}
+    return parts
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -375,9 +394,7 @@ def main():
         out.write_text(json.dumps(result, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as tmp:
-        for name, (vocabulary, dtype, arms) in (GPU_PARTS if args.gpu else PARTS).items():
-            if args.only and not any(word in name for word in args.only):
-                continue
+        for name, (vocabulary, dtype, arms) in chosen_parts(args).items():
             folder, found = measure(name, vocabulary, dtype, arms, args, tmp, save)
             if not args.gpu and name == "fp32, V=8,192":
                 save(
