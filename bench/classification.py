@@ -135,11 +135,12 @@ def be_peer(data, arm, seed, root):
 
 def compare(arm, found):
     "Print the accuracies of an arm, and how far ours are from the peer's with the same seed."
-    own, other = ([found[who][seed]["accuracy"] for seed in found["ours"]] for who in found)
-    mean, half = interval([a - b for a, b in zip(own, other, strict=True)])
+    own, other = ({seed: run["accuracy"] for seed, run in found[who].items()} for who in found)
+    mean, half = interval([own[seed] - other[seed] for seed in other])
     print(
-        f"{arm:10} asked {WANTED[arm]}, ours {statistics.mean(own):.4f}, "
-        f"peer {statistics.mean(other):.4f}, ours - peer: {mean:+.4f} ± {half:.4f} (n={len(own)})"
+        f"{arm:10} asked {WANTED[arm]}, ours {statistics.mean(own.values()):.4f} (n={len(own)}), "
+        f"peer {statistics.mean(other.values()):.4f}, "
+        f"ours - peer: {mean:+.4f} ± {half:.4f} (n={len(other)})"
     )
 
 
