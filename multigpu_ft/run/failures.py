@@ -188,5 +188,7 @@ def is_pinning(error: BaseException) -> bool:
     if not frames:
         return False
     last = frames[-1]
+    if last.lineno is None:
+        return False
     lines = linecache.getlines(last.filename)[last.lineno - 1 : last.end_lineno]
     return any("pin_memory" in line for line in lines)

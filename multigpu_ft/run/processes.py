@@ -26,7 +26,7 @@ from typing import IO, Any, NoReturn
 
 import psutil
 
-from .errors import short_frames
+from .errors import short_frames, text_of
 from .failures import is_pinning
 from .run_dir import LIVE_STATES, RunDir, write_json
 from .secrets import hide_secrets
@@ -166,12 +166,12 @@ def write_error(path: Path, error: BaseException) -> None:
     clear = kind.__module__ == "multigpu_ft.run.errors"
     record = {
         "message": {
-            "message": hide_secrets(f"{kind.__name__}: {error}"),
+            "message": hide_secrets(f"{kind.__name__}: {text_of(error)}"),
             "extraInfo": {
                 "py_callstack": hide_secrets("".join(traceback.format_exception(error))),
                 "timestamp": str(int(time.time())),
                 "type": kind.__name__,
-                "text": hide_secrets(str(error)),
+                "text": hide_secrets(text_of(error)),
                 "clear": clear,
                 "pinned": is_pinning(error),
                 "frames": [_without_secrets(frame) for frame in short_frames(error)],
