@@ -112,6 +112,9 @@ def test_tests_are_in_the_folders_of_what_they_test():
         for path in (REPO / "tests").rglob("test_*.py")
     }
     assert folders == {folder or "." for folder in FOLDERS} | {"second_device"}
+    # pytest imports test files by their name alone
+    names = [path.name for path in (REPO / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
 
 
 @pytest.mark.parametrize("room", ORDER)

@@ -41,7 +41,7 @@ def test_an_exception_without_a_line_is_written(tmp_path, raised_while_handling)
     written = read_error(tmp_path / "error.json")
     assert written["type"] == type(error).__name__ and "planted" in written["py_callstack"]
     shown = frame_lines(short_frames(error))[-1]
-    assert shown.endswith("test_errors.py, in closure")
+    assert shown.endswith("test_error_files.py, in closure")
     assert written["frames"][-1]["line"] is None
 
 
