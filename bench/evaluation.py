@@ -80,7 +80,7 @@ def main():
     )
     options = parser.parse_args()
     hide_gpus()
-    from multigpu_ft.data.sources import builtin_corpus
+    from multigpu_ft.data.builtin import builtin_rows
 
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as tmp:
@@ -122,7 +122,7 @@ def main():
         abstracts = [json.loads(line)["text"] for line in options.dataset.read_text().splitlines()][
             slice(*HELD_OUT)
         ]
-        docs = builtin_corpus()[slice(*FORGETTING)]
+        docs = [row["text"] for row in builtin_rows("builtin:python-docs")[slice(*FORGETTING)]]
         rows, sums = [], {}
         for model in said["models"]:
             for name, texts in (("target", abstracts), ("forgetting", docs)):

@@ -226,6 +226,8 @@ def _result_rows(run: Run) -> list[tuple[str, str]]:
         rows.append(("model" if run.config.tuning == "full" else "adapter", export))
     if merged := status.get("merged"):
         rows.append(("merged", merged))
+    if gguf := status.get("gguf"):
+        rows.append(("gguf", gguf))
     if uploaded := status.get("pushed_to"):
         rows.append(("uploaded", uploaded))
     if missing := status.get("not_uploaded"):

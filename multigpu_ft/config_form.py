@@ -33,8 +33,6 @@ from .launcher.commands import flag_words, papermill_words, recipe_here
 from .launcher.run import Run
 from .memory.api import estimate, too_slow_here
 from multigpu_ft.run.config import (
-    BUILTIN_DATASET,
-    BUILTIN_MODEL,
     PRESET_NEEDS,
     PRESETS,
     RunConfig,
@@ -108,7 +106,7 @@ _ADAPTER = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 
 
 def _on_hub(dataset: str) -> bool:
-    here = dataset == BUILTIN_DATASET or os.path.isfile(os.path.expanduser(dataset))
+    here = dataset.startswith("builtin:") or os.path.isfile(os.path.expanduser(dataset))
     return not here and not is_file_name(dataset)
 
 
@@ -117,7 +115,8 @@ def _idle(cfg: RunConfig) -> set[str]:
     classifies, chats = cfg.task == "classification", cfg.task == "chat"
     used = {
         (*_ADAPTER, "quantization", "merge_adapter"): cfg.tuning != "full",
-        ("revision",): cfg.model != BUILTIN_MODEL,
+        ("export_format",): not classifies and (cfg.tuning == "full" or cfg.merge_adapter),
+        ("revision",): not cfg.model.startswith("builtin:"),
         ("text_field",): not chats,
         ("messages_field",): chats,
         ("text_pair_field", "label_field"): classifies,
@@ -650,7 +649,7 @@ _READ_BY = [
     name
     for name, info in RunConfig.model_fields.items()
     if info.json_schema_extra["group"] in ("model", "data")
-    and name not in ("tuning", "quantization", "merge_adapter", *_ADAPTER)
+    and name not in ("tuning", "quantization", "merge_adapter", "export_format", *_ADAPTER)
 ]
 
 

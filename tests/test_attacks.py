@@ -15,8 +15,8 @@ import pytest
 from harness.runs import running
 
 from multigpu_ft import ConfigError, DataError, RunConfig, evaluate, generate, launch
-from multigpu_ft.data.sources import cache_dir
 from multigpu_ft.launcher import agent
+from multigpu_ft.run.cache import cache_dir
 
 STRANGER = 65534
 pytestmark = pytest.mark.skipif(

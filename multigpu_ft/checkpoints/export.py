@@ -26,11 +26,13 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from ..run.cache import made_folder
 from .manifest import read_progress, without_folder
 from ..data.batches import collate
 from ..data.tokenization import Text
 from ..distributed.strategies import Single, evaluating
 from ..distributed.world import World, to_device
+from ..models.gguf_writer import GGUF_KINDS, write_gguf
 from ..models.loading import load_model, model_class
 from multigpu_ft.models.lora import (
     changes_nothing,
@@ -93,14 +95,14 @@ def export_model(
     rank 0 writes.
 
     With `merge_adapter` the model with merged weights is written to `merged/` as well. Returns the
-    folders as `export` and `merged`, and `export_remark` if the adapter changes nothing."""
+    folders as `export` and `merged`, the file as `gguf`, and `export_remark` if the adapter changes
+    nothing, or if there is no GGUF file after all."""
     cfg, model = strategy.cfg, strategy.unwrap_model()
     check = {**_measure(strategy), "quantization": quantization, **_origin(run_dir, cfg, model)}
     outcome = {}
     if cfg.tuning == "full":
-        outcome["export"] = _write_whole(
-            run_dir.path / "export", strategy, tokenizer, _full_weights(strategy), check
-        )
+        weights = _full_weights(strategy)
+        outcome |= _write_whole("export", run_dir, strategy, tokenizer, weights, check)
     else:
         if changes_nothing(model):
             outcome["export_remark"] = (
@@ -110,9 +112,7 @@ def export_model(
         outcome["export"] = _write_adapter(run_dir.path / "export", strategy, tokenizer, check)
         if cfg.merge_adapter:
             merged = merged_weights(model, strategy.dtype, strategy.world.is_main)
-            outcome["merged"] = _write_whole(
-                run_dir.path / "merged", strategy, tokenizer, merged, check
-            )
+            outcome |= _write_whole("merged", run_dir, strategy, tokenizer, merged, check)
     dist.barrier()
     return {key: str(value) for key, value in outcome.items()}
 
@@ -174,12 +174,16 @@ def _without_deepspeed() -> Iterator[None]:
 
 
 def _write_whole(
-    folder: Path,
+    name: str,
+    run_dir: RunDir,
     strategy: Single,
     tokenizer: PreTrainedTokenizerBase,
     weights: dict[str, torch.Tensor],
     check: dict[str, Any],
-) -> Path:
+) -> dict[str, Any]:
+    "Write `weights` to the folder `name` of the run, and the GGUF file that is asked for. Returns both."
+    folder = run_dir.path / name
+    outcome = {name: folder}
     if strategy.world.is_main:
         trained = without_adapter(strategy.unwrap_model())
         config = copy.deepcopy(trained.config)
@@ -204,8 +208,24 @@ def _write_whole(
         partial = folder.with_name(f"{folder.name}.partial")
         with _without_deepspeed():
             shell.save_pretrained(partial, state_dict=kept)
+        outcome |= _write_gguf(partial, folder, shell.config, tokenizer, strategy.cfg.export_format)
         _publish(partial, folder, tokenizer, check)
-    return folder
+    return outcome
+
+
+def _write_gguf(
+    partial: Path, folder: Path, config: Any, tokenizer: PreTrainedTokenizerBase, kind: str
+) -> dict[str, Any]:
+    if kind not in GGUF_KINDS:
+        return {}
+    name = f"model-{GGUF_KINDS[kind][0].name.lower()}.gguf"
+    try:
+        write_gguf(partial, partial / name, config, tokenizer, kind)
+    except (ValueError, OSError) as error:  # the model is there
+        for left in partial.glob("*.gguf*"):
+            left.unlink()
+        return {"export_remark": f"no GGUF file was written: {error}"}
+    return {"gguf": folder / name}
 
 
 def _write_adapter(
@@ -216,7 +236,10 @@ def _write_adapter(
     if strategy.world.is_main:
         partial = folder.with_name(f"{folder.name}.partial")
         described = model.peft_config["default"]
-        described.base_model_name_or_path = check["base_model"] or str(Path(cfg.model).resolve())
+        made = made_folder(cfg.model, cfg.revision)
+        described.base_model_name_or_path = str(
+            made or check["base_model"] or Path(cfg.model).resolve()
+        )
         if cfg.model == BUILTIN_MODEL:  # other programs can't make the built-in model
             base = load_model(cfg, tokenizer, check["label_names"])
             with _without_deepspeed():
@@ -301,8 +324,11 @@ def _load_adapter(
 
     described = read_adapter(folder)
     own = folder / _OWN_BASE  # the recorded path may belong to another machine
+    named = described.base_model_name_or_path
+    if check["base_model"] and not Path(named).is_dir():
+        named = check["base_model"]
     cfg = RunConfig(
-        model=str(own) if own.is_dir() else described.base_model_name_or_path,
+        model=str(own) if own.is_dir() else named,
         revision=described.revision,
         task=check["task"],
         attn_implementation=check["attn_implementation"],

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..run.cache import source_of
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError
 from ..run.run_dir import COMMIT_FILE, PARTIAL, commit_digest, read_commit, write_json
@@ -189,6 +190,7 @@ def fingerprint(cfg: RunConfig) -> dict[str, Any]:
     return {
         "model": _identity(cfg.model),
         "revision": cfg.revision,
+        **({"weights": source["sha256"]} if (source := source_of(cfg.model, cfg.revision)) else {}),
         "dataset": _identity(cfg.dataset),
         "dataset_split": cfg.dataset_split,
         "dataset_revision": cfg.dataset_revision,
@@ -218,7 +220,8 @@ def difference(stored: dict[str, Any], wanted: dict[str, Any], scope: str = "all
     counts = [
         name
         for name in wanted
-        if scope == "all" or name in ("model", "revision", "tokenizer", "adapter", "labels")
+        if scope == "all"
+        or name in ("model", "revision", "weights", "tokenizer", "adapter", "labels")
     ]
     return "; ".join(
         f"{name}: checkpoint {stored.get(name)!r}, this run {wanted[name]!r}"

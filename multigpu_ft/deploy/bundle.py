@@ -18,6 +18,7 @@ from ..checkpoints.discovery import HUB_PREFIX
 from ..data.sources import DATA_FILES
 from ..distributed.deepspeed_config import with_zero_config
 from ..launcher.commands import changed_settings
+from ..run.cache import split_gguf
 from ..run.config import OPTIMIZERS, RunConfig
 from ..run.errors import ConfigError
 from ..run.run_dir import short_name
@@ -92,6 +93,7 @@ def _is_local(name: str, value: str) -> bool:
         value.startswith((".", "/", "~"))
         or Path(value).exists()
         or (name != "model" and value.endswith(DATA_FILES))
+        or (value.endswith(".gguf") and not split_gguf(value))
     )
 
 

@@ -33,7 +33,8 @@ from .kubernetes_resources import SECRET_NAME, Resources, secret_command
 from ..data.sources import DATA_FILES
 from ..display.tables import Html, html_table
 from ..distributed.deepspeed_config import read_zero_config
-from ..run.config import RunConfig
+from ..run.cache import split_gguf
+from ..run.config import PRETRAINED_MODEL, RunConfig
 from ..run.errors import ConfigError
 from ..run.run_dir import STOPPED_EXIT_CODE, short_name
 from ..run.secrets import RUN_SECRET, new_run_secret
@@ -59,7 +60,8 @@ def _refuse_files_of_here(cfg: RunConfig) -> None:
         if not value or value.startswith(("builtin:", "hub:", f"{SHARED}/")):
             continue
         path = Path(value).expanduser()
-        if path.is_absolute() or value.startswith(".") or path.suffix in _OF_FILES or path.exists():
+        is_file = path.suffix in _OF_FILES or (path.suffix == ".gguf" and not split_gguf(value))
+        if path.is_absolute() or value.startswith(".") or is_file or path.exists():
             raise ConfigError(
                 f"{field}={value!r} is a file or folder of this machine, which no pod sees; "
                 "copy it to the shared volume (kubectl cp) and name it "
@@ -73,7 +75,8 @@ def _needs_internet(cfg: RunConfig, resources: Resources) -> bool:
     remote = [
         source
         for source in sources
-        if not source.startswith(("builtin:", f"{SHARED}/"))
+        if source == PRETRAINED_MODEL
+        or not source.startswith(("builtin:", f"{SHARED}/"))
         and (source != cfg.resume_file or source.startswith("hub:"))
     ]
     return bool(

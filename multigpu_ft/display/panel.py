@@ -408,7 +408,7 @@ def _results(run_dir: RunDir, status: dict[str, Any]) -> list[tuple[str, str]]:
     "Return where the results of a run are."
     checkpoints = run_dir.checkpoints()
     newest = f"{checkpoints[-1].name} ({data_size(size(checkpoints[-1]))})" if checkpoints else ""
-    found = {name: status.get(name) for name in ("export", "merged", "pushed_to", "kept")}
+    found = {name: status.get(name) for name in ("export", "merged", "gguf", "pushed_to", "kept")}
     written = status.get("generated", {}).get("written", {}).items()
     places = [
         *[(name.replace("_", " "), str(value)) for name, value in found.items() if value],

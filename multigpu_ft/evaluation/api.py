@@ -13,6 +13,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from ..models.source import model_source
 from ..display.panel import LiveLine, say
 from .comparison import Measured
 from .plan import NOTHING_HELD_OUT, Plan, held_out_rows, named_rows
@@ -275,6 +276,7 @@ def _score_on_ranks(plan: Plan, nproc: int | None) -> Measured:
         if bars:
             line.show(lambda: f"evaluate: {bars[-1][4:].strip()}")
 
+    model_source(plan.base, say)
     measured = call(_score, (plan,), nproc, show)
     done = f"{len(measured.models)} models scored in {measured.about['seconds']:.0f} s"
     line.show(lambda: f"evaluate: {done}", final=True)

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..models.source import model_source
 from ..data.sources import count_rows
 from ..display.panel import say
 from ..display.tables import Html, html_table
@@ -32,7 +33,7 @@ from multigpu_ft.generation.fine_tuned import (
 from .prompts import load_questions
 from ..launcher.functions import start_agent
 from ..launcher.run import Run
-from ..run.config import RunConfig
+from ..run.config import BUILTIN_MODEL, RunConfig
 from ..run.environment import session_end
 from ..run.errors import ConfigError
 from ..run.numbers import frequency, one_line, percent
@@ -202,7 +203,7 @@ def _refuse_without_vllm(
             f"engine='vllm' reads exports, and {fine_tuned.name} is a checkpoint; "
             f"name its run, or {for_transformers}."
         )
-    if cfg.model.startswith("builtin:") and (not fine_tuned or has_adapter):
+    if cfg.model == BUILTIN_MODEL and (not fine_tuned or has_adapter):
         raise ConfigError(
             f"engine='vllm' needs a model on disk or on the Hub, not {cfg.model}; {for_transformers}."
         )
@@ -485,6 +486,7 @@ def generate(
     job, packed_reward = _make_job(settings, fine_tuned, output, val_output)
     run_dir = _open(_folder(output), cfg, job, packed_reward)
     name = fine_tuned.name if fine_tuned else cfg.model
+    model_source(cfg, say)
     try:
         say(f"generate: {name} answers {_describe(cfg, job)}")
         return Answers(_start(run_dir).wait(panel=panel), output, val_output)

@@ -504,7 +504,8 @@ class GroupedDecoder:
             requests = [answer.request for answer in self._answers]
             numbers = [torch.from_numpy(draws(r.seed, r.limit)) for r in requests]
             self._draws = torch.stack(numbers).to(self._device)
-            self._cache.batch_repeat_interleave(rows)
+            # every kind of layer can reorder its rows, and few can repeat them
+            self._cache.reorder_cache(torch.zeros(rows, dtype=torch.long, device=self._device))
             finished += self._choose(logits.expand(rows, -1), 0)
         return finished
 
@@ -522,7 +523,7 @@ class GroupedDecoder:
             others = [row for row in range(len(self._answers)) if row not in kept]
             kept += others[: max(0, _MIN_ROWS - len(kept))]
             rows = torch.tensor(kept, device=self._device)
-            self._cache.batch_select_indices(rows)
+            self._cache.reorder_cache(rows)
             self._answers = [self._answers[row] for row in kept]
             self._draws, self._tokens = self._draws[rows], self._tokens[rows]
         inputs = {"input_ids": self._tokens[:, None], "past_key_values": self._cache}

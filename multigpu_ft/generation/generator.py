@@ -23,6 +23,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import logging
 
+from ..run.cache import source_of
+from ..models.source import model_source
 from ..checkpoints.manifest import content_sample
 from ..data.tokenization import closing_token
 from ..distributed.world import World, join_world, store_of_machine
@@ -53,7 +55,7 @@ from .vllm_engine import VLLMDecoder, start_vllm
 from .work_queue import Queue, decode, share_out
 from ..models.loading import PLAIN_CHAT, load_tokenizer
 from ..models.quantization import to_evaluation_mode
-from ..run.config import RunConfig
+from ..run.config import BUILTIN_MODEL, RunConfig
 from ..run.errors import ModelError
 from ..run.payload import REWARD_FILE, read_packed
 from ..run.processes import IDLE, LEFT, Heartbeat, StopSignal, leave, write_error
@@ -173,7 +175,7 @@ class _VLLM:
         self._source = source
         self._decoder: VLLMDecoder | None = None
         merged = fine_tuned and not fine_tuned.has_adapter
-        path, revision = (str(fine_tuned.path), None) if merged else (cfg.model, cfg.revision)
+        path, revision = (str(fine_tuned.path), None) if merged else model_source(cfg)
         self.config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
         try:
             self.settings = GenerationConfig.from_pretrained(path, revision=revision or "main")
@@ -253,8 +255,10 @@ def _weights(fine_tuned: FineTuned | None, cfg: RunConfig) -> list[Any]:
     "Return what identifies the weights."
     if Path(cfg.model).exists():
         base = content_sample(Path(cfg.model))
+    elif found := source_of(cfg.model, cfg.revision):
+        base = [cfg.model, found["sha256"]]
     else:
-        base = [cfg.model, cfg.revision, cfg.seed if cfg.model.startswith("builtin:") else None]
+        base = [cfg.model, cfg.revision, cfg.seed if cfg.model == BUILTIN_MODEL else None]
     if fine_tuned is None:
         return [base]
     if fine_tuned.is_checkpoint:

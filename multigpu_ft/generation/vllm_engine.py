@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..models.source import model_source
 from .decoding import Answer, Request, Rules
 from .fine_tuned import FineTuned
 from ..run.config import RunConfig
@@ -141,7 +142,8 @@ def start_vllm(
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     adapter = fine_tuned if fine_tuned and fine_tuned.has_adapter else None
-    model = str(fine_tuned.path) if fine_tuned and not adapter else cfg.model
+    is_whole = fine_tuned is not None and not adapter
+    model, revision = (str(fine_tuned.path), None) if is_whole else model_source(cfg)
     lora, lora_settings = None, {}
     if adapter:
         from vllm.lora.request import LoRARequest
@@ -154,7 +156,7 @@ def start_vllm(
         engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=model,
-                revision=cfg.revision if model == cfg.model else None,
+                revision=revision,
                 max_model_len=capacity,
                 max_num_seqs=rows,
                 enable_prefix_caching=True,

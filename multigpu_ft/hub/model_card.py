@@ -15,6 +15,7 @@ from typing import Any
 from ..checkpoints.manifest import is_local, read_progress
 from ..checkpoints.progress import part_of_epoch
 from ..data.sources import is_file_name
+from ..run.cache import repository_of, split_gguf
 from ..run.config import RunConfig
 from ..run.errors import CheckpointError
 from ..run.numbers import FIRST_STEP_LOSS, SCORES, loss_unit, percent, score, span
@@ -49,8 +50,9 @@ def _metadata(cfg: RunConfig, stored: dict[str, Any]) -> str:
         f"library_name: {'transformers' if whole else 'peft'}",
         f"pipeline_tag: {'text-classification' if classifies else 'text-generation'}",
     ]
-    if _hub_id(cfg.model, stored.get("model", "")):
-        lines.append(f"base_model: {cfg.model}")
+    base = repository_of(cfg.model)
+    if _hub_id(base, stored.get("model", "")):
+        lines.append(f"base_model: {base}")
     if _hub_id(cfg.dataset, stored.get("dataset", "")):
         lines.append(f"datasets:\n- {cfg.dataset}")
     tags = ["multigpu_ft"]
@@ -194,10 +196,12 @@ def model_card(run_dir: str | Path | RunDir) -> str:
     run = run_dir if isinstance(run_dir, RunDir) else RunDir(run_dir)
     cfg, status = run.config(), run.status()
     stored, trained = _newest(run)
+    model = repository_of(cfg.model)
     base, data = (
-        _public(getattr(cfg, name), stored.get(name, "")) for name in ("model", "dataset")
+        _public(name, stored.get(key, ""))
+        for key, name in (("model", model), ("dataset", cfg.dataset))
     )
-    repo, on_hub = cfg.hf_repo or "USER/REPO", _hub_id(cfg.model, stored.get("model", ""))
+    repo, on_hub = cfg.hf_repo or "USER/REPO", _hub_id(model, stored.get("model", ""))
     how = "all weights"
     if cfg.tuning != "full":
         how = f"an adapter ({cfg.tuning}, rank {cfg.lora_r}){', merged into the weights' if cfg.merge_adapter else ''}"
@@ -222,7 +226,8 @@ def model_card(run_dir: str | Path | RunDir) -> str:
     ]
     parts += ["## Settings", _table(["setting", "value"], settings)]
     if status.get("export"):
-        parts += ["## Load", _loading(cfg, repo, base, on_hub)]
+        # peft would look for ordinary weights beside the file
+        parts += ["## Load", _loading(cfg, repo, base, on_hub and not split_gguf(cfg.model))]
     following = (status.get("slice") or (0, cfg.start_idx))[1]
     again = (
         f"launch(RunConfig(model={_string(base)}, dataset={_string(data)}, "

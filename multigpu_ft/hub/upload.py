@@ -44,7 +44,7 @@ from multigpu_ft.hub.repository import (
     persist,
     reason,
 )
-from ..run.config import RunConfig
+from ..run.config import PRETRAINED_MODEL, PRETRAINED_REPO, RunConfig
 from ..run.errors import CheckpointError
 from ..run.run_dir import COMMIT_FILE, HUB_FILE, RunDir, read_commit, write_json
 
@@ -298,7 +298,7 @@ def _deletions(now: _Pass, name: str, commit: dict[str, Any]) -> list[Any]:
 
 # %% ../../nbs/hub/04_upload.ipynb #a0c546ba
 _OUR_EXPORT = re.compile(
-    r"(base/.*|(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_config\.json|check\.json)"
+    r"(base/.*|(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_config\.json|check\.json|model-\w+\.gguf)"
 )
 
 
@@ -314,8 +314,9 @@ def _send_export(now: _Pass, folder: Path) -> str | None:
         for p in sorted(folder.rglob("*"))
         if p.is_file() and p.name != _CARD
     }
+    model = now.run.config().model
     sources = {
-        path: _without_folder(source) if path == "adapter_config.json" else source
+        path: _without_folder(source, model) if path == "adapter_config.json" else source
         for path, source in files.items()
     }
     operations = [
@@ -327,12 +328,13 @@ def _send_export(now: _Pass, folder: Path) -> str | None:
     return now.commit(operations, f"{now.run.name}: the model")
 
 
-def _without_folder(adapter_config: Path) -> bytes:
-    "Return the adapter's settings; a base model in a folder is reduced to its name."
+def _without_folder(adapter_config: Path, model: str) -> bytes:
+    "Return the adapter's settings; a base model in a folder is reduced to its name on the Hub or here."
     settings = json.loads(adapter_config.read_text())
     base = settings.get("base_model_name_or_path") or ""
     if os.path.isabs(base):
-        settings["base_model_name_or_path"] = Path(base).name
+        on_hub = PRETRAINED_REPO if model == PRETRAINED_MODEL else None
+        settings["base_model_name_or_path"] = on_hub or Path(base).name
         return json.dumps(settings, indent=2, sort_keys=True).encode()
     return adapter_config.read_bytes()
 

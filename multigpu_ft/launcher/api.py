@@ -44,6 +44,7 @@ from multigpu_ft.launcher.nodes import (
 from .restarts import attempt_of, reopen
 from .run import Run
 from ..memory.api import plan_memory
+from ..models.source import model_source
 from ..run.config import PRESETS, RunConfig, refuse_other_than_config
 from ..run.environment import default_run_root, session_end, visible_gpus
 from ..run.errors import CheckpointError, ConfigError, briefly
@@ -184,6 +185,7 @@ def _launch_run(
         origin.remarks[:0] = access
     if num_rows is not None:
         _check_texts(cfg, num_rows)
+    model_source(cfg, say)
     plan, doubts = plan_memory(cfg, force)
     remarks = [*origin.remarks, *doubts]
     run_dir = _open_directory(cfg, node, end_idx, origin.same_run)
@@ -341,7 +343,8 @@ def _open_directory(
 
 # %% ../../nbs/launcher/11_api.ipynb #bdaa7fcd
 _DECIDE_LENGTH = (
-    *("num_epochs", "initial_epoch", "max_steps", "patience", "keep_best", "merge_adapter"),
+    *("num_epochs", "initial_epoch", "max_steps", "patience", "keep_best"),
+    *("merge_adapter", "export_format"),
     *(name for name in RunConfig.model_fields if name.startswith("eval_")),
 )
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import multigpu_ft
+from ..run.cache import made_folder
 from ..run import errors
 from ..run.config import BUILTIN_MODEL, OPTIMIZERS, RunConfig
 from ..run.environment import GPU
@@ -76,8 +77,10 @@ def _versions() -> list[str]:
 
 # %% ../../nbs/memory/04_fit.ipynb #a08fd43c
 def _key(request: dict[str, Any]) -> str:
-    folder = Path(request["cfg"].get("model", BUILTIN_MODEL)) / "config.json"
-    shape = folder.read_text() if folder.is_file() else None
+    model = request["cfg"].get("model", BUILTIN_MODEL)
+    folder = made_folder(model, request["cfg"].get("revision")) or Path(model)
+    described = folder / "config.json"
+    shape = described.read_text() if described.is_file() else None
     text = json.dumps([request, shape, _versions()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

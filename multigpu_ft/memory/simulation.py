@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 
+from ..models.source import model_source
 from ..run.processes import take_stdout, watch_parent
 
 # %% ../../nbs/memory/03_simulation.ipynb #45ac7513
@@ -86,9 +87,8 @@ def _local_model(cfg: RunConfig, blocks: int | None) -> Iterator[tuple[RunConfig
         config: Any = AutoConfig.for_model(**ARCHITECTURES[cfg.model])
     else:
         try:
-            config = AutoConfig.from_pretrained(
-                cfg.model, revision=cfg.revision, trust_remote_code=False
-            )
+            source, revision = model_source(cfg)
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
                 f"the shape of {cfg.model!r} is not known: there is no config.json of it in a "

@@ -18,8 +18,8 @@ from .errors import ConfigError, DataError, did_you_mean
 from .secrets import refuse_secrets
 
 # %% auto #0
-__all__ = ['BUILTIN_MODEL', 'BUILTIN_DATASET', 'OPTIMIZERS', 'PRESETS', 'PRESET_NEEDS', 'Optimizer', 'RunConfig', 'plain_values',
-           'refuse_other_than_config']
+__all__ = ['BUILTIN_MODEL', 'PRETRAINED_MODEL', 'PRETRAINED_REPO', 'BUILTIN_DATASET', 'BUILTIN_CHATS', 'OPTIMIZERS', 'PRESETS',
+           'PRESET_NEEDS', 'Optimizer', 'RunConfig', 'plain_values', 'refuse_other_than_config']
 
 # %% ../../nbs/run/04_config.ipynb #d75e2439
 def _field(
@@ -87,7 +87,9 @@ class _RunSettings(_Settings):
     )
 
 # %% ../../nbs/run/04_config.ipynb #1b0c842d
-BUILTIN_MODEL = "builtin:opt-tiny"
+BUILTIN_MODEL = "builtin:opt-tiny"  # random weights
+PRETRAINED_MODEL = "builtin:smollm2-135m"
+PRETRAINED_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 class _ModelSettings(_Settings):
@@ -96,11 +98,12 @@ class _ModelSettings(_Settings):
     model: str = _field(
         BUILTIN_MODEL,
         "model",
-        "Hub id or local folder of a causal language model, or builtin:opt-tiny",
+        "Hub id, local folder or GGUF file of a causal language model, "
+        "builtin:smollm2-135m (pretrained) or builtin:opt-tiny (random weights)",
     )
     revision: str | None = _field(None, "model", "branch, tag or commit of the model on the Hub")
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = _field(
-        "sdpa", "model", "attention kernel"
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = _field(
+        "auto", "model", "attention kernel; auto: sdpa, or eager for a model that has no sdpa"
     )
     tuning: Literal["full", "lora", "qlora", "lora8bit"] = _field(
         "full", "model", "train all weights, or an adapter on frozen ones, whole or in 4 or 8 bit"
@@ -124,6 +127,11 @@ class _ModelSettings(_Settings):
     merge_adapter: bool = _field(
         False, "model", "also export the model with the adapter merged into its weights"
     )
+    export_format: Literal["safetensors", "gguf", "gguf-q8_0"] = _field(
+        "safetensors",
+        "model",
+        "also write the whole model as a file for llama.cpp, Ollama and others: gguf in fp16, gguf-q8_0 in 8 bits",
+    )
 
     @property
     def quantized(self) -> str | None:
@@ -133,6 +141,7 @@ class _ModelSettings(_Settings):
 
 # %% ../../nbs/run/04_config.ipynb #1a042b13
 BUILTIN_DATASET = "builtin:python-docs"
+BUILTIN_CHATS = "builtin:python-questions"
 
 
 class _DataSettings(_Settings):
@@ -141,7 +150,8 @@ class _DataSettings(_Settings):
     dataset: str = _field(
         BUILTIN_DATASET,
         "data",
-        "Hub id, local .jsonl .json .csv .tsv .parquet .txt file, or builtin:python-docs",
+        "Hub id, local .jsonl .json .csv .tsv .parquet .txt file, builtin:python-docs, or "
+        "builtin:python-questions (chats)",
     )
     dataset_split: str = _field("train", "data", "split of a Hub dataset")
     dataset_revision: str | None = _field(
@@ -311,7 +321,7 @@ def _default_learning_rate(model: Any, tuning: Any) -> float:
     "Return the peak learning rate that applies when none is set."
     if tuning != "full":
         return _ADAPTER_LR
-    return _FROM_SCRATCH_LR if str(model).startswith("builtin:") else _PRETRAINED_LR
+    return _FROM_SCRATCH_LR if model == BUILTIN_MODEL else _PRETRAINED_LR
 
 
 class _OptimizerSettings(_Settings):
@@ -320,7 +330,7 @@ class _OptimizerSettings(_Settings):
     learning_rate: float = _field(
         None,
         "training",
-        f"peak learning rate; empty: {_FROM_SCRATCH_LR:g} for a builtin model, "
+        f"peak learning rate; empty: {_FROM_SCRATCH_LR:g} for builtin:opt-tiny, "
         f"{_PRETRAINED_LR:g} for a pretrained one, {_ADAPTER_LR:g} for an adapter",
         above=0,
         high=1,
@@ -563,8 +573,12 @@ class _TrackingSettings(_Settings):
 # %% ../../nbs/run/04_config.ipynb #89facc20
 # For these fields, infinity means empty; JSON can't represent infinity.
 _NO_LIMIT = ("max_hours", "max_grad_norm", "disk_budget_gb")
-# For these fields, empty is not the default; papermill can set it only with the text "none".
-_MAY_BE_NONE = ("max_grad_norm", "save_minutes", "eval_split")
+# For these fields, empty is not the default, or not that of a preset; papermill can set it only
+# with the text "none".
+_MAY_BE_NONE = (
+    *("max_grad_norm", "save_minutes"),
+    *("end_idx", "eval_split", "eval_start_idx", "eval_end_idx"),
+)
 
 
 def _emptied(name: str, value: Any) -> Any:
@@ -685,8 +699,22 @@ def _settings_help() -> str:
 RunConfig.__doc__ = f"{inspect.getdoc(RunConfig)}\n\n{_settings_help()}"
 
 # %% ../../nbs/run/04_config.ipynb #26eca066
+def _unknown_builtins(cfg: RunConfig) -> Iterator[str]:
+    datasets = (BUILTIN_DATASET, BUILTIN_CHATS)
+    known = {
+        "model": (BUILTIN_MODEL, PRETRAINED_MODEL),
+        "dataset": datasets,
+        "eval_dataset": datasets,
+    }
+    for name, builtin in known.items():
+        value = getattr(cfg, name) or ""
+        if value.startswith("builtin:") and value not in builtin:
+            yield f"{name}={value!r} is not built in; built in are {' and '.join(builtin)}"
+
+
 def _conflicts(cfg: RunConfig) -> Iterator[str]:
     "Yield what contradicts itself in `cfg`, in the order in which it is reported."
+    yield from _unknown_builtins(cfg)
     if cfg.strategy == "single" and (cfg.nproc or 1) > 1:
         yield (
             f"strategy='single' runs 1 process, nproc asks for {cfg.nproc}; "
@@ -755,6 +783,13 @@ def _tuning_conflicts(cfg: RunConfig) -> Iterator[str]:
     if cfg.tuning == "full" and cfg.merge_adapter:
         yield (
             "merge_adapter=True, but tuning='full' has no adapter; its export is the whole model as it is"
+        )
+    if cfg.export_format != "safetensors" and cfg.task == "classification":
+        yield f"export_format={cfg.export_format!r} is for models that write text; task is {cfg.task!r}"
+    elif cfg.export_format != "safetensors" and cfg.tuning != "full" and not cfg.merge_adapter:
+        yield (
+            f"export_format={cfg.export_format!r} holds the whole model, and tuning={cfg.tuning!r} "
+            "exports an adapter; set merge_adapter=True as well"
         )
     if cfg.quantized == "8bit" and cfg.strategy == "fsdp":
         yield (
@@ -887,8 +922,25 @@ _SST2 = {
     "max_length": 128,
 }
 
+_SMOLLM2 = {
+    "model": PRETRAINED_MODEL,
+    "task": "chat",
+    "dataset": BUILTIN_CHATS,
+    "end_idx": 480,
+    "eval_start_idx": 3000,
+    "eval_end_idx": 3040,
+    "strategy": "ddp",
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "batch_size": 4,
+    "learning_rate": 5e-4,
+    "max_length": 512,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
+    "smollm2-lora-chat": {**_SMOLLM2, "tuning": "lora", "quantization": "none"},
+    "smollm2-qlora-chat": {**_SMOLLM2, "tuning": "qlora"},
     "opt-1.3b-arxiv": {
         "model": "facebook/opt-1.3b",
         "dataset": "ash001/arxiv-abstract",
@@ -961,6 +1013,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Beside the packages, the Hub (or copies in folders) and, without a GPU, patience.
 PRESET_NEEDS = {
     "tiny": "nothing: 2 CPU cores, no network",
+    "smollm2-lora-chat": "2 CPU cores and a few minutes, or any GPU; 0.4 GB of disk",
+    "smollm2-qlora-chat": "as before, and multigpu_ft[quantization]",
     "opt-1.3b-arxiv": (
         "2 GPUs of 16 GB; 5 GB of disk for the model, 19 GB for a checkpoint and the export, 16 GB "
         "more to continue from a checkpoint. If a GPU runs out of memory: first batch_size=1, "

@@ -16,7 +16,8 @@ from .numbers import span
 _LENGTH = {"num_epochs", "initial_epoch", "max_steps"}
 _NOT_COUNTED = {
     *("model", "revision", "lora_r", "lora_alpha", "lora_target_modules"),
-    *("attn_implementation", "merge_adapter", "batch_size", "accum_steps", *_LENGTH),
+    *("attn_implementation", "merge_adapter", "export_format"),
+    *("batch_size", "accum_steps", *_LENGTH),
 }
 _OF_SCHEDULE = ("warmup_steps", "schedule_start_idx", "schedule_end_idx")
 _SETTINGS = (

@@ -29,6 +29,7 @@ from multigpu_ft.models.blocks import (
     checkpointed_blocks,
     transformer_blocks,
 )
+from ..models.gguf_writer import why_no_gguf
 from ..models.loading import load_model, load_shell
 from ..models.lora import add_adapter, count_parameters, without_adapter
 from ..models.loss import ClassifierLoss, LossModel
@@ -274,6 +275,8 @@ def prepare_model(
     quantization, quantization_reason = choose_quantization(cfg, world.size, world.device)
     dtype = torch.float32 if cfg.tuning == "full" else compute_dtype(cfg.dtype, world.device)
     shell = load_shell(cfg, tokenizer, label_names)
+    if cfg.export_format != "safetensors" and (reason := why_no_gguf(shell.config, tokenizer)):
+        raise ModelError(f"export_format={cfg.export_format!r}: {reason}.")
     trainable, total = count_parameters(shell if cfg.tuning == "full" else add_adapter(cfg, shell))
     strategy, why = make_strategy(
         cfg, world, trainable, frozen_bytes(shell, dtype, quantization), quantization

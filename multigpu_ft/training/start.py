@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..run.cache import about_source, source_of
 from ..checkpoints.discovery import find_checkpoints, is_foreign
 from ..checkpoints.manifest import fingerprint, read_progress
 from ..checkpoints.progress import Progress
@@ -158,6 +159,8 @@ def choose_start(cfg: RunConfig, rank: Rank, data: TrainingData, storage: Storag
             f"the tokenizer of {cfg.model} has no chat template,"
             " so conversations are written plainly, as in 'user: ...', 'assistant: ...'"
         )
+    if source := source_of(cfg.model, cfg.revision):
+        run_log.remark(about_source(source))
     if about_device := untested(rank.world.device):
         run_log.remark(about_device)
     return Start(cfg, checkpoint, again, stored, remarks)

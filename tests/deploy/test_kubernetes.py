@@ -510,6 +510,7 @@ def test_a_token_is_not_echoed(monkeypatch, tmp_path):
     [
         (RunConfig(dataset="x.jsonl"), "/shared/data/x.jsonl"),
         (RunConfig(model="../opt"), "no pod sees"),
+        (RunConfig(model="small.gguf"), "/shared/data/small.gguf"),
         (RunConfig(resume_file="/home/me/a.pt"), "resume_file"),
         (RunConfig(hf_repo="user/name"), "--from-file=HF_TOKEN=FILE"),
         (RunConfig(tracker="wandb"), "--from-file=WANDB_API_KEY=FILE"),

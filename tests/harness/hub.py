@@ -371,6 +371,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.may(repo)
         at = self.hub.revision(repo, revision)
         siblings = [{"rfilename": path} for path in at["tree"]]
+        if "blobs" in self.query:
+            for file in siblings:
+                about = at["tree"][file["rfilename"]]
+                file |= {"size": about["size"], "blobId": about["oid"]}
+                if about["lfs"]:
+                    file["lfs"] = {
+                        "sha256": about["sha"],
+                        "size": about["size"],
+                        "pointerSize": 130,
+                    }
         self.reply(
             200,
             {

@@ -27,7 +27,7 @@ from multigpu_ft.checkpoints.manifest import (
     fingerprint,
     verify_checkpoint,
 )
-from multigpu_ft.hub.upload import Uploader, not_uploaded, read_record
+from multigpu_ft.hub.upload import Uploader, _without_folder, not_uploaded, read_record
 from multigpu_ft.run.run_dir import commit_digest
 
 
@@ -261,6 +261,9 @@ def test_a_second_export_replaces_the_first(hub, client, run):
         **settings,
         "base_model_name_or_path": "opt",
     }
+    sent = _without_folder(run.path / "export" / "adapter_config.json", "builtin:smollm2-135m")
+    base = json.loads(sent)["base_model_name_or_path"]
+    assert base == "HuggingFaceTB/SmolLM2-135M-Instruct", "others can't use a folder of our cache"
 
 
 # -- access ---------------------------------------------------------------------------------------------------------
@@ -744,6 +747,16 @@ def test_the_cell_shows_uploads(hub, hub_server, material, run_root):
             {"tuning": "lora"},
             ["library_name: peft", "PeftModel.from_pretrained(base", "builtin:opt-tiny"],
             ["base_model"],
+        ),
+        (
+            {"model": "builtin:smollm2-135m", "tuning": "lora"},
+            ["base_model: HuggingFaceTB/SmolLM2-135M-Instruct", "AutoPeftModelForCausalLM"],
+            ["builtin:smollm2-135m`", "merged"],
+        ),
+        (
+            {"model": "user/small-GGUF/small-Q8_0.gguf", "tuning": "lora"},
+            ["base_model: user/small-GGUF", "PeftModel.from_pretrained(base"],
+            ["AutoPeft"],
         ),
         (
             {"tuning": "lora", "merge_adapter": True},

@@ -8,12 +8,12 @@ import torch
 
 from multigpu_ft import ConfigError, DataError, RunConfig, RunDir
 from multigpu_ft.checkpoints import staging
-from multigpu_ft.data import sources
 from multigpu_ft.evaluation.api import _make_folder
 from multigpu_ft.generation.api import _jsonl_path, _open
 from multigpu_ft.hub.repository import is_name
 from multigpu_ft.launcher import slices
 from multigpu_ft.launcher.outputs import keep_outputs
+from multigpu_ft.run import cache
 from multigpu_ft.run.run_dir import short_name
 from multigpu_ft.tracking.lineage import choose_line
 from multigpu_ft.tracking.tensorboard import TensorBoard
@@ -142,18 +142,18 @@ def test_a_checkpoints_files_follow_the_umask_and_need_no_modes(tmp_path, umask,
 
 def test_a_cache_in_the_temporary_folder_is_no_other_users(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(sources.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(sources.os, "access", lambda path, kind: False)
-    made = sources.cache_dir()
+    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache.os, "access", lambda path, kind: False)
+    made = cache.cache_dir()
     taken = made.parent
-    assert taken.parent == tmp_path and mode(taken) == 0o700 and sources.cache_dir() == made
+    assert taken.parent == tmp_path and mode(taken) == 0o700 and cache.cache_dir() == made
     taken.rename(tmp_path / "elsewhere")
     taken.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="XDG_CACHE_HOME"):
-        sources.cache_dir()
+        cache.cache_dir()
     if os.geteuid() == 0:
         taken.unlink()
         taken.mkdir()
         os.chown(taken, 65534, 65534)
         with pytest.raises(DataError, match="XDG_CACHE_HOME"):
-            sources.cache_dir()
+            cache.cache_dir()

@@ -189,8 +189,8 @@ print(total / targets, type(model).__name__, model.generate(ids[:, :4], max_new_
 
 @pytest.mark.parametrize("strategy", [slow("single"), slow("ddp"), "fsdp"])
 def test_export_is_the_trained_model(train, run_root, tmp_path, strategy):
+    from multigpu_ft.data.builtin import builtin_rows
     from multigpu_ft.data.order import epoch_order
-    from multigpu_ft.data.sources import builtin_corpus
 
     run = train(
         RunConfig(
@@ -199,7 +199,8 @@ def test_export_is_the_trained_model(train, run_root, tmp_path, strategy):
     )
     rows = 8 * run.status["world_size"]
     first_rows = epoch_order(160, seed=0, epoch=1)[:rows]
-    (tmp_path / "texts.json").write_text(json.dumps([builtin_corpus()[i] for i in first_rows]))
+    texts = [builtin_rows("builtin:python-docs")[i]["text"] for i in first_rows]
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
     shown = subprocess.run(
         [sys.executable, "-c", RELOAD, run.status["export"], tmp_path / "texts.json"],
         capture_output=True,
