@@ -12,11 +12,14 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..data.batches import collate
+from ..data.tokenization import Text
 from multigpu_ft.distributed.weights import (
     check_packed,
     free_storage,
@@ -32,8 +35,10 @@ from multigpu_ft.distributed.world import (
     free_bytes,
     local_part,
     part_of,
+    to_device,
 )
 from ..models.blocks import transformer_blocks
+from ..models.loss import ClassifierLoss
 from ..models.quantization import packed_layers, to_evaluation_mode
 from ..run.config import OPTIMIZERS, RunConfig
 from ..run.device import is_accelerator
@@ -461,6 +466,22 @@ class Single(_Placed):
         loss.backward()
 
 # %% ../../nbs/distributed/03_strategies.ipynb #9f5c8463
+_TRIED_TOKENS = 24
+
+
+def _reached(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    "Yield the parameters that `loss.backward()` would give a gradient."
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        todo += [before for before, _ in node.next_functions]
+
+
 class DDP(Single):
     "Data parallel: the whole model on every rank."
 
@@ -475,14 +496,35 @@ class DDP(Single):
             else "broadcast_buffers"
         )
         self._place(model, set())
+        unused = self._leaves_some_out(model)
         # all ranks have the weights already: sent by rank 0, or read from the same files and drawn from the same seed
         return DistributedDataParallel(
             model,
             device_ids=[device] if is_accelerator(device) else None,
             gradient_as_bucket_view=True,
+            find_unused_parameters=unused,
             init_sync=False,
             **{keep_buffers: False},
         )
+
+    def _leaves_some_out(self, model: nn.Module) -> bool:
+        """Return whether the loss of a short text depends on no value of some trained parameter.
+
+        Corrections of a router, an indexer or an unused attention get no gradient, and
+        `DistributedDataParallel` waits for all unless it is told to look, which takes time in each
+        step."""
+        classifies = isinstance(model, ClassifierLoss)
+        size = model.model.get_input_embeddings().num_embeddings
+        ids = np.random.default_rng(0).integers(0, size, _TRIED_TOKENS).astype(np.int32)
+        batch = collate([[Text(ids, label=0 if classifies else None)]], 0, "padded")
+        was_training = model.training
+        to_evaluation_mode(model)  # dropout would draw random numbers
+        with torch.enable_grad():
+            loss = model(**to_device(batch, self.world.device))[0]
+        model.train(was_training)
+        reached = set(map(id, _reached(loss)))
+        trained = (p for p in model.parameters() if p.requires_grad)
+        return self.world.max(any(id(p) not in reached for p in trained)) > 0
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:

@@ -28,11 +28,9 @@ from .comparison import Measured, Scores
 from .plan import Plan, shown_data
 from multigpu_ft.generation.decoding import (
     Answer,
-    ContinuousBatchDecoder,
-    GroupedDecoder,
     Request,
     Rules,
-    can_be_placed,
+    choose_decoder,
     end_tokens,
 )
 from ..generation.fine_tuned import FineTuned
@@ -209,8 +207,7 @@ def _decode(
     rules, device = Rules(SAMPLING, end_tokens(settings, eos)), loaded.world.device
     answers: list[Answer] = []
     with evaluating(loaded.strategy.model):
-        is_continuous, _ = can_be_placed(loaded.model, capacity, device)
-        kind = ContinuousBatchDecoder if is_continuous else GroupedDecoder
+        kind, _ = choose_decoder(loaded.model, capacity, device)
         decoder = kind(loaded.model, rules, len(requests), capacity, device)
         finished = decoder.admit(requests)
         while finished or decoder.in_flight:

@@ -40,11 +40,9 @@ from multigpu_ft.generation.completions import (
 )
 from multigpu_ft.generation.decoding import (
     Answer,
-    GroupedDecoder,
-    ContinuousBatchDecoder,
     Request,
     Rules,
-    can_be_placed,
+    choose_decoder,
     end_tokens,
 )
 from .fine_tuned import FineTuned, fine_tuned_checkpoint, fine_tuned_export
@@ -144,7 +142,7 @@ class TransformersModel:
             loaded.model.merge_adapter()  # one matrix product instead of three
         to_evaluation_mode(loaded.model)
         self.loaded, self._device = loaded, world.device
-        self._placed: dict[int, tuple[bool, str]] = {}  # by capacity
+        self._placed: dict[int, tuple[Any, str]] = {}  # by capacity
         self.config, self.settings = loaded.model.config, loaded.model.generation_config
         self.about = {
             "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -156,11 +154,10 @@ class TransformersModel:
         self, rules: Rules, capacity: int, stop: tuple[str, ...], remark: Callable[[str], None]
     ) -> Callable[[int], Any]:
         if capacity not in self._placed:
-            self._placed[capacity] = can_be_placed(self.loaded.model, capacity, self._device)
-        fine, why = self._placed[capacity]
-        if not fine:
-            remark(f"each question is decoded alone, without continuous batching: {why}")
-        kind = ContinuousBatchDecoder if fine else GroupedDecoder
+            self._placed[capacity] = choose_decoder(self.loaded.model, capacity, self._device)
+        kind, why = self._placed[capacity]
+        if why:
+            remark(why)
         return lambda rows: kind(self.loaded.model, rules, rows, capacity, self._device)
 
     def close(self) -> None:

@@ -131,6 +131,9 @@ class _FSDP(_Simulated, FSDP):
 
 # %% ../../nbs/memory/02_fake_strategies.ipynb #99b3ff4b
 class _DDP(_Simulated, DDP):
+    def _leaves_some_out(self, model: nn.Module) -> bool:
+        return False  # it takes no memory that lasts
+
     def _wrap(self, model: nn.Module) -> nn.Module:
         wrapped = super()._wrap(model)
 

@@ -22,6 +22,9 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     blocks = [
         module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names
     ]
+    # Mamba names a block and the mixer in it
+    inside = {part for block in blocks for part in block.modules() if part is not block}
+    blocks = [block for block in blocks if block not in inside]
     if not blocks:
         lists = [
             m

@@ -297,6 +297,16 @@ def _quantized(
     return {"quantization_config": how, "device_map": {"": device}}
 
 
+def _freeze_as(shell: nn.Module, model: nn.Module) -> None:
+    """Freeze what the model's class freezes, such as a router's corrections.
+
+    transformers makes all parameters trainable when it loads them."""
+    frozen = {name for name, p in shell.named_parameters() if not p.requires_grad}
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
 def load_model(
     cfg: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -337,6 +347,7 @@ def load_model(
         model = model_class(cfg).from_pretrained(
             source, revision=revision, trust_remote_code=False, **settings
         )
+        _freeze_as(shell, model)
         return model.train()
     except RuntimeError as error:
         if not label_names or not any(word in str(error) for word in ("mismatch", "shape")):

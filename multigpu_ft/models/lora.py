@@ -87,6 +87,16 @@ def target_modules(setting: str, model: nn.Module) -> list[str]:
     return list(wanted)
 
 # %% ../../nbs/models/06_lora.ipynb #6fa46463
+_MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
+
+
+def _bypassed(cfg: RunConfig, model: nn.Module, name: str) -> bool:
+    "Return whether a fused kernel reads the weight of this layer past the module, as peft says."
+    chosen_here = cfg.lora_target_modules in ("all-linear", "attention")
+    in_mamba = model.config.model_type in _MAMBA and name.endswith("out_proj")
+    return chosen_here and in_mamba
+
+
 def add_adapter(cfg: RunConfig, model: nn.Module) -> nn.Module:
     """Return `model` wrapped by peft with the LoRA adapter of `cfg`.
 
@@ -95,17 +105,18 @@ def add_adapter(cfg: RunConfig, model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model  # takes a second, and full tuning doesn't need it
 
     heads = head_modules(model) if _is_classifier(model) else []
-    in_heads = [
+    left_out = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith(tuple(heads) or "\0")
+        if isinstance(module, nn.Linear)
+        and (name.startswith(tuple(heads) or "\0") or _bypassed(cfg, model, name))
     ]
     config = LoraConfig(
         r=cfg.lora_r,
         lora_alpha=cfg.lora_alpha,
         lora_dropout=cfg.lora_dropout,
         target_modules=target_modules(cfg.lora_target_modules, model),
-        exclude_modules=in_heads or None,
+        exclude_modules=left_out or None,
         modules_to_save=heads or None,
         task_type="SEQ_CLS" if heads else "CAUSAL_LM",
     )

@@ -30,7 +30,13 @@ from multigpu_ft.data.batches import epoch_steps
 from multigpu_ft.data.order import SampleOrder
 from multigpu_ft.data.tokenization import tokenize_texts
 from multigpu_ft.distributed.world import join_world
-from multigpu_ft.generation.decoding import GroupedDecoder, Request, Rules
+from multigpu_ft.generation.decoding import (
+    ContinuousBatchDecoder,
+    GroupedDecoder,
+    Request,
+    Rules,
+    choose_decoder,
+)
 from multigpu_ft.generation.sampling import Sampling
 from multigpu_ft.tracking.metrics import Stopwatch
 from multigpu_ft.training.packing import settle_packing
@@ -60,6 +66,8 @@ SMALL = {  # under all names that the architectures have for a size
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCABULARY,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 128),
+    # states computed on a CPU take the square of this for each head
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
     "pad_token_id": 1,
     "bos_token_id": 0,
     "eos_token_id": 2,
@@ -69,9 +77,16 @@ DROPOUTS += ("attn_pdrop", "hidden_dropout", "hidden_dropout_prob", "attention_p
 DROPOUTS += ("resid_dropout", "embed_dropout", "embedding_dropout", "residual_dropout", "layerdrop")
 OWN = {  # sizes that depend on each other
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"]}),
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8},
-    "bamba": {"mamba_n_heads": 8},
-    "granitemoehybrid": {"mamba_n_heads": 8},
+    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 64, "mamba_d_state": 8},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8},
+    "recurrent_gemma": {"num_hidden_layers": 3},
 }
 CAUSAL = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -83,6 +98,12 @@ def tiny_config(name):
     settings = {key: value for key, value in SMALL.items() if key in known}
     settings |= {key: 0.0 for key in DROPOUTS if key in known}
     settings |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    if "qk_rope_head_dim" in known and "head_dim" in known:
+        settings["head_dim"] = settings["qk_rope_head_dim"]
+    if kinds := list(dict.fromkeys(default.to_dict().get("layer_types") or [])):
+        # each kind of layer once
+        settings["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
+        settings["num_hidden_layers"] = len(settings["layer_types"])
     return type(default)(**{**settings, **OWN.get(default.model_type, {})})
 
 
@@ -188,10 +209,13 @@ def exported_deviation(strategy, run_dir, reference, texts, world):
 
 
 def generates(model):
-    "Return whether a greedy answer, two at a time, is that of a plain loop without a cache."
+    """Return how questions are decoded: batched (continuously), cached (question by question) or uncached.
+
+    Raises `ValueError` if a greedy answer isn't that of a plain loop without a cache."""
     prompt, length = tuple(range(5, 17)), 6
     rules = Rules(Sampling(0), frozenset())
-    decoder = GroupedDecoder(model, rules, 2, 64, torch.device("cpu"))
+    kind, why = choose_decoder(model, 64, torch.device("cpu"))
+    decoder = kind(model, rules, 2, 64, torch.device("cpu"))
     done = decoder.admit([Request((0, sample), prompt, sample, length) for sample in range(2)])
     while len(done) < 2:
         done += decoder.step()
@@ -199,7 +223,11 @@ def generates(model):
     with torch.no_grad():
         for _ in range(length):
             ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return all(list(answer.tokens) == ids[len(prompt) :] for answer in done)
+    if any(list(answer.tokens) != ids[len(prompt) :] for answer in done):
+        raise ValueError("answers differ from those without a cache")
+    if kind is ContinuousBatchDecoder:
+        return "batched"
+    return "cached" if kind is GroupedDecoder else f"uncached: {why.rpartition('fails: ')[2]}"
 
 
 def on_main(world, do):
