@@ -75,7 +75,8 @@ class Rules:
 def _cache_name(kind: type[nn.Module]) -> str:
     "Return under which name models of this class take a cache; they silently ignore the other one."
     names = inspect.signature(kind.forward).parameters
-    return "past_key_values" if "past_key_values" in names else "cache_params"
+    takes_other = "cache_params" in names and "past_key_values" not in names
+    return "cache_params" if takes_other else "past_key_values"
 
 
 def _forward(model: nn.Module, cache: Any = None, **inputs: Any) -> torch.Tensor:
