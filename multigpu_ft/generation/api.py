@@ -484,11 +484,12 @@ def generate(
     if engine == "vllm":
         _refuse_without_vllm(cfg, fine_tuned, quantization)
     job, packed_reward = _make_job(settings, fine_tuned, output, val_output)
-    run_dir = _open(_folder(output), cfg, job, packed_reward)
-    name = fine_tuned.name if fine_tuned else cfg.model
     model_source(cfg, say)
+    run_dir = _open(_folder(output), cfg, job, packed_reward)
     try:
-        say(f"generate: {name} answers {_describe(cfg, job)}")
+        say(
+            f"generate: {fine_tuned.name if fine_tuned else cfg.model} answers {_describe(cfg, job)}"
+        )
         return Answers(_start(run_dir).wait(panel=panel), output, val_output)
     finally:
         remove_packed(run_dir)  # ranks that died may not have read it
