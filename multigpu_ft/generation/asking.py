@@ -174,7 +174,7 @@ class _Writer:
 
         rules = Rules(self._sampling(request["temperature"]), self._eos, ends)
         capacity = -(-(len(prompt) + limit) // _CAPACITY_STEP) * _CAPACITY_STEP
-        decoder = self._model.decoder_maker(rules, capacity, self._stop, lambda _: None)(1)
+        decoder = self._model.decoder_maker(rules, 1, capacity, self._stop, lambda _: None)(1)
         with torch.no_grad():
             finished = decoder.admit([wanted])
             while not finished:

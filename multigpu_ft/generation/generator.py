@@ -151,8 +151,14 @@ class TransformersModel:
         }
 
     def decoder_maker(
-        self, rules: Rules, capacity: int, stop: tuple[str, ...], remark: Callable[[str], None]
+        self,
+        rules: Rules,
+        rows: int,
+        capacity: int,
+        stop: tuple[str, ...],
+        remark: Callable[[str], None],
     ) -> Callable[[int], Any]:
+        "Return a function that makes a decoder of some rows, `rows` of them at first."
         if capacity not in self._placed:
             self._placed[capacity] = choose_decoder(self.loaded.model, capacity, self._device)
         kind, why = self._placed[capacity]
@@ -181,8 +187,16 @@ class _VLLM:
         self.about = {"dtype": cfg.dtype, "quantization": "none", "engine": source.job.engine}
 
     def decoder_maker(
-        self, rules: Rules, capacity: int, stop: tuple[str, ...], remark: Callable[[str], None]
+        self,
+        rules: Rules,
+        rows: int,
+        capacity: int,
+        stop: tuple[str, ...],
+        remark: Callable[[str], None],
     ) -> Callable[[int], Any]:
+        """Start an engine for `rows` sequences at a time, which takes from seconds to minutes.
+
+        Returns a function that returns its decoder, or starts another one for fewer rows."""
         cfg, fine_tuned, rank = (
             self._source.cfg,
             self._source.fine_tuned,
@@ -190,10 +204,12 @@ class _VLLM:
         )
 
         def start(rows: int) -> VLLMDecoder:
-            self.close()  # with more rows, it ran out of memory
-            self._decoder = start_vllm(cfg, fine_tuned, rank, rows, capacity, rules, stop)
+            if self._decoder is None or self._decoder.rows != rows:
+                self.close()  # with more rows, it ran out of memory
+                self._decoder = start_vllm(cfg, fine_tuned, rank, rows, capacity, rules, stop)
             return self._decoder
 
+        start(rows)
         return start
 
     def close(self) -> None:
@@ -405,19 +421,24 @@ class _SpeedLog:
     "Decides when the main rank logs, and how fast the ranks were since the last time."
 
     def __init__(self) -> None:
-        self._since, self._sequences, self._tokens = time.monotonic(), 0, 0
+        self._begun = self._since = time.monotonic()
+        self._sequences, self._tokens = 0, 0
 
     def speeds(self, totals: dict[str, int], last: bool) -> dict[str, float]:
-        "Return sequences and tokens per second; nothing if it is not yet time."
-        now = time.monotonic()
-        sequences, tokens = totals["sequences"] - self._sequences, totals["tokens"] - self._tokens
+        """Return sequences and tokens per second; nothing if it is not yet time.
+
+        The `last` speeds are those of the whole generation, because many answers may end at once."""
+        now, sequences, tokens = time.monotonic(), totals["sequences"], totals["tokens"]
+        new_sequences, new_tokens = sequences - self._sequences, tokens - self._tokens
         seconds = max(1e-9, now - self._since)
-        if not (last and sequences) and seconds <= _LOG_EVERY_S:
+        if not (last and new_sequences) and seconds <= _LOG_EVERY_S:
             return {}
-        self._since, self._sequences, self._tokens = now, totals["sequences"], totals["tokens"]
+        self._since, self._sequences, self._tokens = now, sequences, tokens
+        if last:
+            seconds, new_sequences, new_tokens = now - self._begun, sequences, tokens
         return {
-            "sequences_per_second": sequences / seconds,
-            "tokens_per_second": tokens / seconds,
+            "sequences_per_second": new_sequences / seconds,
+            "tokens_per_second": new_tokens / seconds,
         }
 
 # %% ../../nbs/generation/09_generator.ipynb #77a7e353
@@ -444,6 +465,10 @@ class _Progress:
         self.counts = _SharedCounts(ranks.store, ranks.world.is_main)
         self.is_stopping = False
         self._speed_log, self._told = _SpeedLog(), 0.0
+
+    def begin(self) -> None:
+        "Measure speed from now on: the ranks begin to decode."
+        self._speed_log = _SpeedLog()
 
     def look(self) -> None:
         "Write a heartbeat, and now and then share the counters and see whether to stop."
@@ -547,17 +572,16 @@ class _Writer:
                 self._write({**line, "record": _without_reward(record)}, question)
 
 # %% ../../nbs/generation/09_generator.ipynb #fa3dd9b0
-def _numbers(
-    records: dict[tuple[int, int], dict[str, Any]], totals: dict[str, int], seconds: float
-) -> dict[str, Any]:
+def _numbers(totals: dict[str, int], begun: float, launched: float) -> dict[str, Any]:
+    "Return what was made since `begun`, how fast, and how long it took from `launched` to there."
+    seconds = time.time() - begun
     speeds = {name: round(totals[name] / max(seconds, 1e-9), 2) for name in ("sequences", "tokens")}
     return {
-        "sequences": len(records),
         "made": totals["sequences"],
+        "start_seconds": round(begun - launched, 2),
         "seconds": round(seconds, 2),
         "sequences_per_second": speeds["sequences"],
         "tokens_per_second": speeds["tokens"],
-        "stopped": sum(record["finish_reason"] == "stop" for record in records.values()),
     }
 
 
@@ -580,17 +604,19 @@ def _finish(
     job: GenerationJob,
     plan: _Plan,
     rating: _Rating,
-    totals: dict[str, int],
-    seconds: float,
+    numbers: dict[str, Any],
     remark: Callable[[str], None],
 ) -> dict[str, Any]:
-    "Write the output if all requested answers are there. Returns the last status."
+    """Write the output if all requested answers are there. Returns the last status, with the
+    `numbers` of what was made."""
     records, requested = plan.records(), len(plan.requests)
     if not rating.function:
         records = {key: _without_reward(record) for key, record in records.items()}
     good = {key: record for key, record in records.items() if rating.accepts(record)}
     made = {
-        **_numbers(records, totals, seconds),
+        "sequences": len(records),
+        "stopped": sum(record["finish_reason"] == "stop" for record in records.values()),
+        **numbers,
         "left_out": plan.left_out,
         "accepted": len(good) if rating.function else None,
     }
@@ -614,6 +640,7 @@ class Generation:
 
     def __init__(self, run_dir: RunDir, stop: StopSignal) -> None:
         self.cfg, self.job = run_dir.config(), GenerationJob.read(run_dir)
+        self._launched = run_dir.status()["launched"]
         logging.disable_progress_bar()
         use_secrets()
         self._ranks = _Ranks(run_dir, self.cfg, self.job.engine)
@@ -634,9 +661,13 @@ class Generation:
         """Make the missing answers until all are made or a stop is requested.
 
         Returns the last status."""
-        begun, world, store = time.monotonic(), self._ranks.world, self._ranks.store
+        world, store, missing = self._ranks.world, self._ranks.store, self._plan.missing
+        rows = min(self.cfg.batch_size, -(-len(missing) // world.size))
+        make_decoder = self._decoder_maker(rows) if rows else None
+        begun = time.time()
         self.run_log.status(
             state="running",
+            activity=None,
             total_steps=len(self._plan.requests),
             slice_step=len(self._plan.found),
             device=world.device.type,
@@ -650,11 +681,10 @@ class Generation:
         store.get("running")
         if world.is_main:
             self._writer.rate_found()
-        missing = self._plan.missing
-        rows = min(self.cfg.batch_size, -(-len(missing) // world.size))
-        if rows:
+        if make_decoder:
+            self._progress.begin()
             with torch.no_grad():
-                self._decode(Queue(store, share_out(missing, world.size)), rows)
+                self._decode(Queue(store, share_out(missing, world.size)), make_decoder, rows)
             self._inputs.model.close()
         self._progress.tell(last=True)
         self._ranks.meet("ended", self._progress.look)
@@ -662,14 +692,18 @@ class Generation:
         self._ranks.heartbeat(IDLE if world.is_main else LEFT)
         if not world.is_main:
             return {}
-        seconds, totals = time.monotonic() - begun, self._progress.counts.totals
-        return _finish(self.job, self._plan, self._rating, totals, seconds, self.run_log.remark)
+        numbers = _numbers(self._progress.counts.totals, begun, self._launched)
+        return _finish(self.job, self._plan, self._rating, numbers, self.run_log.remark)
 
-    def _decode(self, queue: Queue, rows: int) -> None:
+    def _decoder_maker(self, rows: int) -> Callable[[int], Any]:
         capacity = max(len(r.prompt) + r.limit for r in self._plan.missing)
-        make_decoder = self._inputs.model.decoder_maker(
-            self._plan.rules, capacity, self._inputs.stop, self.run_log.remark
+        if self.job.engine == "vllm":
+            self.run_log.status(activity="starting vLLM")
+        return self._inputs.model.decoder_maker(
+            self._plan.rules, rows, capacity, self._inputs.stop, self.run_log.remark
         )
+
+    def _decode(self, queue: Queue, make_decoder: Callable[[int], Any], rows: int) -> None:
         for answers in decode(queue, make_decoder, rows, self._use_fewer_rows):
             for answer in answers:
                 self._writer.keep(answer)

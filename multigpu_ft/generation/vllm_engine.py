@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import torch
 
+from ..distributed.world import free_bytes
 from ..models.source import model_source
 from .decoding import Answer, Request, Rules
 from .fine_tuned import FineTuned
@@ -93,14 +95,15 @@ def _outside_torchrun() -> Iterator[None]:
         os.environ.update(taken)
 
 # %% ../../nbs/generation/05_vllm_engine.ipynb #e1465a10
-_SHARE_VARIABLE, _OF_FREE, _LEAST_SHARE = "MULTIGPU_FT_VLLM_MEMORY", 0.92, 0.05
+_SHARE_VARIABLE, _LEAST_SHARE = "MULTIGPU_FT_VLLM_MEMORY", 0.05
+_OF_FREE, _OF_FREE_HOST = 0.92, 0.5
 
 
 def _free_share(local_rank: int) -> dict[str, float]:
     """Return vLLM's `gpu_memory_utilization` as a keyword: nine tenths of what is free.
 
-    Empty without a GPU. Raises `ConfigError` if hardly anything is free, or if the share in the
-    environment isn't between 0 and 1."""
+    Without a GPU: this rank's part of half of the host's free memory. Raises `ConfigError` if
+    hardly anything is free, or if the share in the environment isn't between 0 and 1."""
     wanted = os.environ.get(_SHARE_VARIABLE)
     if wanted:
         share = float(wanted) if re.fullmatch(r"[01]?\.?\d+", wanted) else 0.0
@@ -108,7 +111,9 @@ def _free_share(local_rank: int) -> dict[str, float]:
             raise ConfigError(f"{_SHARE_VARIABLE}={wanted!r} is not a share above 0, up to 1.")
         return {"gpu_memory_utilization": share}
     if not torch.cuda.is_available():
-        return {}
+        host = psutil.virtual_memory()
+        share = _OF_FREE_HOST * free_bytes(torch.device("cpu")) / host.total
+        return {"gpu_memory_utilization": round(share, 3)}
     free, total = torch.cuda.mem_get_info(local_rank)
     share = int(100 * _OF_FREE * free / total) / 100  # vLLM refuses a share that isn't free
     if share < _LEAST_SHARE:
@@ -117,6 +122,21 @@ def _free_share(local_rank: int) -> dict[str, float]:
             f"{local_rank}. nvidia-smi lists who holds the rest; restart notebooks that have a model."
         )
     return {"gpu_memory_utilization": share}
+
+
+_CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def _own_cores(local_rank: int) -> dict[str, str]:
+    "Return vLLM's variable for the cores of this rank's engine; empty if it has the host alone."
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.is_available() or ranks == 1 or _CORES_VARIABLE in os.environ:
+        return {}
+    if not hasattr(os, "sched_getaffinity"):  # macOS binds no process to cores
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    own = cores[local_rank * len(cores) // ranks : (local_rank + 1) * len(cores) // ranks]
+    return {_CORES_VARIABLE: ",".join(map(str, own)) or "nobind"}
 
 # %% ../../nbs/generation/05_vllm_engine.ipynb #b6310336
 # the only values vLLM accepts for max_lora_rank: vllm.config.lora.MaxLoRARanks
@@ -139,6 +159,7 @@ def start_vllm(
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.update(_own_cores(local_rank))
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     adapter = fine_tuned if fine_tuned and fine_tuned.has_adapter else None

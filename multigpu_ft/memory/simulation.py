@@ -43,6 +43,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AutoConfig
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -56,6 +57,7 @@ from .tracker import MemoryTracker, read_peaks, reserved_bytes
 from ..models.attention import attention_by_text, sdpa_configs, use_attention
 from ..models.blocks import checkpointed_blocks, transformer_blocks
 from ..models.loading import head_modules, load_shell, load_tokenizer
+from ..models.lora import backbone, without_adapter
 from ..models.quantization import choose_quantization, count_weights, packed_layers
 from ..models.shapes import ARCHITECTURES
 from ..run.config import BUILTIN_MODEL, OPTIMIZERS, RunConfig
@@ -185,6 +187,41 @@ class _AttentionOnGPU(TorchFunctionMode):
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, needed, dropout_p, is_causal, scale=scale
         )[0]
+
+# %% ../../nbs/memory/03_simulation.ipynb #3dc267d6
+_EXPERTS_ON_GPU = "grouped_mm_on_gpu"
+
+
+class _ExpertsOnGPU(TorchFunctionMode):
+    def __init__(self, gpu: GPU) -> None:
+        super().__init__()
+        self._has_kernel = gpu.capability >= (8, 0)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch._grouped_mm or self._has_kernel and args[0].dtype == torch.bfloat16:
+            return func(*args, **kwargs)
+        return torch.ops.transformers.grouped_mm_fallback(*args[:2], offs=kwargs["offs"])
+
+
+def _use_experts_on_gpu(model: nn.Module, gpu: GPU) -> None:
+    "Replace transformers' way to compute experts in `model` by that of `gpu`."
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _ExpertsOnGPU(gpu):
+            return grouped_mm_experts_forward(module, *args, **kwargs)
+
+    ExpertsInterface.register(_EXPERTS_ON_GPU, forward)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
+            config._experts_implementation = _EXPERTS_ON_GPU
 
 # %% ../../nbs/memory/03_simulation.ipynb #bab6d462
 _OF_FLOPS, _OF_BANDWIDTH, _STARTING_S = 0.5, 0.75, 6e-6
@@ -317,12 +354,24 @@ def simulate(
     _join(gpus)
     with _local_model(cfg, blocks) as (local, own):
         try:
-            found = _simulate(local, gpu, gpus, kind, None)
-        except DynamicOutputShapeException:
-            # sizes that depend on values, as of a mixture of experts; symbols for them take a tenth
-            # more time
-            found = _simulate(local, gpu, gpus, kind, ShapeEnv())
+            found = _simulate_any(local, gpu, gpus, kind)
+        except (ConfigError, ModelError):
+            raise
+        except Exception:
+            if local.packing in ("bucketed", "padded"):
+                raise
+            # a run finds out as well that the model takes no packed rows
+            found = _simulate_any(local.replace(packing="bucketed"), gpu, gpus, kind)
     return {**found, "of_blocks": own or found["blocks"]}
+
+
+def _simulate_any(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> dict[str, Any]:
+    try:
+        return _simulate(cfg, gpu, gpus, kind, None)
+    except DynamicOutputShapeException:
+        # sizes that depend on values, as of a mixture of experts; symbols for them take a tenth
+        # more time
+        return _simulate(cfg, gpu, gpus, kind, ShapeEnv())
 
 # %% ../../nbs/memory/03_simulation.ipynb #a4743df8
 @dataclass(frozen=True)
@@ -375,6 +424,7 @@ def _set_up(cfg: RunConfig, gpu: GPU, gpus: int, kind: str) -> _Setup:
     loss_model = with_loss(cfg, shell, ["0", "1"] if classifier else None, kind)
     if kind == "cuda":
         _use_attention_on_gpu(loss_model, gpu)
+        _use_experts_on_gpu(loss_model, gpu)
     packing = cfg.packing
     if classifier:
         packing = "padded"
@@ -544,13 +594,13 @@ def _choices(cfg: RunConfig, strategy: Single, setup: _Setup) -> dict[str, Any]:
 def _label_losses(strategy: Single, tracker: MemoryTracker) -> None:
     "Label memory that is allocated after the last block as logits and loss."
     model = strategy.unwrap_model()
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = without_adapter(model)
 
     def after(*_: Any) -> None:
         tracker.now = "logits and loss"
 
-    if inner.base_model is not inner:
-        inner.base_model.register_forward_hook(after)
+    if backbone(inner) is not inner:
+        backbone(inner).register_forward_hook(after)
 
 # %% ../../nbs/memory/03_simulation.ipynb #ea54e255
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,9 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     # Mamba names a block and the mixer in it
     inside = {part for block in blocks for part in block.modules() if part is not block}
     blocks = [block for block in blocks if block not in inside]
+    # BERT's embeddings count as a block, and are tied to the output layer outside of it
+    embeddings = model.get_input_embeddings()
+    blocks = [block for block in blocks if all(part is not embeddings for part in block.modules())]
     if not blocks:
         lists = [
             m

@@ -190,7 +190,7 @@ def load_config(
     positions = getattr(config, "max_position_embeddings", None)
     if positions and config.model_type in _POSITIONS_AFTER_PADDING:
         positions -= config.pad_token_id + 1
-    if positions and cfg.max_length > positions:
+    if positions and 0 < positions < cfg.max_length:
         raise ModelError(
             f"max_length={cfg.max_length} exceeds the {positions} positions of {cfg.model!r}; "
             f"use max_length={positions} or less."

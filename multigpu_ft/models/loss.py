@@ -20,7 +20,7 @@ from multigpu_ft.models.attention import (
     sdpa_configs,
     use_attention,
 )
-from .lora import without_adapter
+from .lora import backbone, without_adapter
 
 # %% ../../nbs/models/08_loss.ipynb #83935f8b
 _CPU_CHUNK = 256  # tokens; a chunk's logits should stay in the cache
@@ -193,7 +193,7 @@ class LossModel(nn.Module):
             layout = TextLayout(gather, scatter, groups)
             inputs |= {"attention_mask": NO_MASK, "layout": layout}
         if self.chunked:
-            hidden = causal_lm.base_model(**inputs).last_hidden_state.flatten(0, 1)
+            hidden = backbone(causal_lm)(**inputs).last_hidden_state.flatten(0, 1)
             return chunked_cross_entropy(
                 hidden.index_select(0, predictors),
                 causal_lm.get_output_embeddings(),

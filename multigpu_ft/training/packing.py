@@ -21,6 +21,7 @@ from ..distributed.world import to_device
 from ..models.lora import without_adapter
 from ..models.loss import LossModel
 from ..run.config import RunConfig
+from ..run.errors import ModelError
 
 # %% ../../nbs/training/05_packing.ipynb #e0491566
 _SCALE = 2.0**14  # without it, what leaks could be rounded to zero in half precision
@@ -42,24 +43,27 @@ def _collect_embeddings(model: nn.Module) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
-def _losses_and_sources(
+def _losses_and_slopes(
     model: LossModel, batch: dict[str, Any], device: torch.device
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Return the losses of a micro-batch's targets, `fp32[targets]` in nats, and the tokens on which
-    they depend, `bool[rows, length]`.
+    """Return the losses of a micro-batch's targets, `fp32[targets]` in nats, and how they depend on
+    its tokens, `fp32[rows, length]`: the largest absolute gradient of a token's embedding.
 
     Raises `ValueError` for a model whose embeddings aren't those of the tokens, one by one."""
     with _collect_embeddings(model.model) as embeddings, torch.enable_grad():
         total, losses = model(**to_device(batch, device), scale=_SCALE)
         gradients = torch.autograd.grad(total, embeddings, allow_unused=True)
-    sources = np.zeros(batch["input_ids"].shape, bool)
+    slopes = np.zeros(batch["input_ids"].shape, np.float32)
     for gradient in gradients:
         if gradient is None:
             continue
-        if gradient.shape[:-1] != sources.shape:
-            raise ValueError(f"embeddings {list(gradient.shape)} of tokens {list(sources.shape)}")
-        sources |= (gradient != 0).any(-1).cpu().numpy()  # NaN is not zero either
-    return losses, sources
+        if slopes.shape != gradient.shape[:-1] == slopes.shape[::-1]:  # XLNet embeds columns
+            gradient = gradient.transpose(0, 1)
+        if gradient.shape[:-1] != slopes.shape:
+            raise ValueError(f"embeddings {list(gradient.shape)} of tokens {list(slopes.shape)}")
+        # NaN stays NaN
+        slopes = np.maximum(slopes, gradient.abs().amax(-1).float().cpu().numpy())
+    return losses, slopes
 
 # %% ../../nbs/training/05_packing.ipynb #7dd86ec9
 _CHECKED = 80  # tokens in both texts
@@ -135,14 +139,15 @@ def _is_exact(
             wanted = slice(first, first + len(expected))
             first = wanted.stop
             share = {name: batch[name][wanted] for name in ("predictors", "targets")}
-            losses, sources = _losses_and_sources(model, {**batch, **share}, device)
+            losses, slopes = _losses_and_slopes(model, {**batch, **share}, device)
+            sources = slopes != 0  # NaN is not zero either
             # a model that computes without its embeddings shows nothing
             knows = not len(expected) or sources[place].any()
             sources[place] = False
             fine.append(knows and not sources.any() and _rms(losses - expected) <= tolerance)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, ValueError):
+    except Exception:
         return False
     return all(fine)
 
@@ -172,6 +177,31 @@ def self_check(
         way: _is_exact(model, shared, pad_id, way, alone, tolerance, device)
         for way, shared in rows.items()
     }
+
+# %% ../../nbs/training/05_packing.ipynb #2cc761b9
+_A_LITTLE = 1e-4
+
+
+def _sees_ahead(
+    model: LossModel, texts: TokenizedTexts, max_length: int, device: torch.device
+) -> bool:
+    """Return whether the losses of the first half of a text depend on its second half. A collective
+    if `model` is sharded."""
+    text = _two_texts(texts, max_length)[0]
+    batch = collate([[text]], texts.pad_id, "padded")
+    half = len(batch["predictors"]) // 2
+    first = {name: batch[name][:half] for name in ("predictors", "targets")}
+    if not half:
+        return False
+    try:
+        _, slopes = _losses_and_slopes(model, {**batch, **first}, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # it can't be said
+        return False
+    later = slopes[0, int(batch["predictors"][half - 1]) + 1 :]
+    # masks that are large numbers instead of infinity let a little through
+    return bool(np.any(np.isfinite(later) & (later > _A_LITTLE * np.nanmax(slopes))))
 
 # %% ../../nbs/training/05_packing.ipynb #7ab6d57a
 def choose_packing(cfg: RunConfig, exact: dict[str, bool], model: nn.Module) -> tuple[str, str]:
@@ -205,7 +235,8 @@ def settle_packing(
     """Return the packing, the reason for it, and whether the loss is computed in chunks. A
     collective.
 
-    The choice about chunks is also set in `strategy`'s model."""
+    The choice about chunks is also set in `strategy`'s model. Raises `ModelError` for a model that
+    sees what it predicts."""
     # without the wrappers of DDP and DeepSpeed, which act on gradients
     core = getattr(strategy.model, "module", strategy.model)
     model, world = strategy.unwrap_model(), strategy.world
@@ -215,6 +246,12 @@ def settle_packing(
     # compiled for a check, the blocks would be compiled again for training
     with evaluating(strategy.model), torch.compiler.set_stance("force_eager"):
         exact = {"chunked": check_chunks(core, *how), **self_check(core, *how)}
+        exact["causal"] = not _sees_ahead(core, texts, cfg.max_length, world.device)
     exact = {way: world.max(float(not fine)) == 0 for way, fine in exact.items()}
+    if not exact["causal"]:
+        raise ModelError(
+            f"{cfg.model!r} ({type(model).__name__}) reads a text in both directions, so it sees the "
+            "word that it has to predict; use task='classification', or a model that writes text."
+        )
     core.chunked = exact["chunked"]
     return *choose_packing(cfg, exact, model), core.chunked

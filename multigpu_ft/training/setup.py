@@ -290,6 +290,11 @@ def prepare_model(
     if cfg.tuning != "full":
         share = f"trains {trainable:,} of {total:,} parameters ({percent(trainable / total, 2)})"
         remark(f"{share}; quantization {quantization}: {quantization_reason}")
+    if getattr(shell.config.get_text_config(), "output_router_logits", False):
+        remark(
+            "the loss that balances experts (output_router_logits in config.json) is left out: it "
+            "depends on which texts share a micro-batch, so the curve would depend on the GPUs"
+        )
     every = put_under(cfg, strategy, with_loss(cfg, model, label_names), streamed)
     about = {
         "strategy_reason": planned or why,

