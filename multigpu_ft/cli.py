@@ -13,6 +13,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,7 +24,7 @@ import multigpu_ft
 from .deploy.kubernetes import BAD_SETTINGS_EXIT_CODE, deploy_kubernetes
 from .deploy.sagemaker import deploy_sagemaker
 from .deploy.skypilot import deploy_skypilot
-from .diagnostics import doctor
+from .diagnostics import doctor, first_preset
 from .display.tables import text_table
 from .evaluation.api import evaluate
 from .generation.api import generate
@@ -89,6 +90,7 @@ _SUMMARIES = {
     "slices": "Train all slices of a dataset, one after the other.",
     "generate": "Sample answers to questions, and write them as conversations to train on.",
     "evaluate": "Compare a fine-tuned model with its base on held-out texts.",
+    "ask": "Ask the model of a run one question.",
     "runs": "List the runs in a folder, or say how the newest one went.",
     "sync": "Upload what a run couldn't upload while it trained.",
     "presets": "List the presets and what each of them needs.",
@@ -302,14 +304,26 @@ def _slices(arguments: list[str], as_json: bool) -> dict[str, Any]:
     return {"folder": str(slices.folder), "state": slices.state, "slices": slices.table()}
 
 # %% ../nbs/04_cli.ipynb #d652de87
+def _which_presets(first: bool = False) -> bool:
+    """Return whether only one preset is asked for.
+
+    Args:
+        first: print only the name of the preset for a first run on this machine
+    """
+    return first
+
+
 def _presets(arguments: list[str], as_json: bool) -> dict[str, Any]:
-    _parse("presets", _no_options, arguments)
-    if not as_json:
-        for name in PRESETS:
-            print(f"{name:16} needs {PRESET_NEEDS[name]}")
-            print(f"{'':16} {RunConfig.preset(name)!r}")
-            print(f"{'':16} multigpu-ft train --preset {name}\n")
-    return {name: {"needs": PRESET_NEEDS[name], **settings} for name, settings in PRESETS.items()}
+    is_first = _parse("presets", _which_presets, arguments)
+    names = [first_preset()] if is_first else list(PRESETS)
+    for name in [] if as_json else names:
+        if is_first:
+            print(name)
+            continue
+        print(f"{name:16} needs {PRESET_NEEDS[name]}")
+        print(f"{'':16} {RunConfig.preset(name)!r}")
+        print(f"{'':16} multigpu-ft train --preset {name}\n")
+    return {name: {"needs": PRESET_NEEDS[name], **PRESETS[name]} for name in names}
 
 
 def _no_options() -> None:
@@ -390,6 +404,42 @@ def _generate(arguments: list[str], as_json: bool) -> dict[str, Any]:
     if not as_json:
         print(answers)
     return {"run": str(answers.run.dir.path), "state": answers.state, **answers.about}
+
+# %% ../nbs/04_cli.ipynb #ccc4ef4d
+def _question(
+    run: tyro.conf.Positional[str],
+    question: tyro.conf.Positional[str],
+    base: bool = False,
+    compare: bool = False,
+    max_new_tokens: int = 256,
+    temperature: float | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Return the parameters.
+
+    Args:
+        run: the run's directory
+        question: a question for a chat model, a beginning for another one, a text for a classifier
+        base: ask the model as it was before the run
+        compare: ask both, the base first
+        max_new_tokens: longest answer, in tokens
+        temperature: of the samples; 0 takes the likeliest token; empty: as the model's generation config
+        seed: of the samples
+    """
+    return locals()
+
+
+def _ask(arguments: list[str], as_json: bool) -> dict[str, Any]:
+    asked = _parse("ask", _question, arguments)
+    run, base, compare = Run(asked.pop("run")), asked.pop("base"), asked.pop("compare")
+    answers = {}
+    for is_base in (True, False) if compare else (base,):
+        name = "base" if is_base else "run"
+        if compare and not as_json:
+            print(f"{'before' if is_base else 'after'}:", flush=True)
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            answers[name] = vars(run.ask(base=is_base, **asked))
+    return answers
 
 # %% ../nbs/04_cli.ipynb #cc9ecd90
 def _which_run(run: tyro.conf.Positional[str]) -> str:
@@ -572,6 +622,7 @@ _VERBS = {
     "slices": _slices,
     "generate": _generate,
     "evaluate": _evaluate,
+    "ask": _ask,
     "runs": _runs,
     "sync": _sync,
     "presets": _presets,

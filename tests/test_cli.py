@@ -29,6 +29,14 @@ def test_train_and_runs(tmp_path, run_root):
     )
     listed = multigpu_ft("runs", "--json", cwd=tmp_path)
     assert [r["run"] for r in json.loads(listed.stdout)] == [result["run"]]
+    asked = ("ask", result["run"], "number 3 is", "--max-new-tokens", "4", "--temperature", "0")
+    done = multigpu_ft(*asked, "--compare", cwd=tmp_path)
+    before, after = re.fullmatch(r"before:\n(.*)\nafter:\n(.*)\n", done.stdout, re.S).groups()
+    done = multigpu_ft(*asked, "--json", cwd=tmp_path)
+    answer = json.loads(done.stdout)["run"]
+    assert answer["text"] == after and answer["model"] == "opt-tiny_0-500-epoch-1"
+    done = multigpu_ft(*asked, "--base", cwd=tmp_path)
+    assert done.stdout == f"{before}\n" and "was loaded" in done.stderr
     told = multigpu_ft("runs", "--last", cwd=tmp_path).stdout
     assert (
         re.search(r"first-step loss  \d\.\d{4} → \d\.\d{4} nats per token", told)
@@ -55,6 +63,12 @@ def test_failures_end_non_zero_with_one_message(tmp_path):
             arguments,
             done,
         )
+
+
+def test_a_question_to_no_run_ends_with_one_sentence(tmp_path):
+    done = multigpu_ft("ask", "runs/nothing", "Why?", cwd=tmp_path)
+    assert done.returncode == 1 and "is not a run directory" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_help_is_made_from_the_fields(tmp_path):

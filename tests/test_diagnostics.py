@@ -9,7 +9,7 @@ import pytest
 from harness.modules import fake_module, no_such_secret
 from harness.runs import multigpu_ft
 
-from multigpu_ft import diagnostics
+from multigpu_ft import ModelError, diagnostics
 from multigpu_ft.memory.api import gpus_here
 from multigpu_ft.run import environment
 
@@ -45,6 +45,7 @@ def test_doctor_on_this_machine():
         "disk for runs",
         "memory",
         "Hub",
+        "pretrained model",
         "tokens",
     ]
     assert (
@@ -59,6 +60,23 @@ def test_doctor_on_this_machine():
         )
         and "<style" not in found._repr_html_()
     )
+
+
+def test_the_preset_for_a_first_run(monkeypatch, tmp_path):
+    def missing():
+        raise ModelError("no memory")
+
+    for have, preset in ((lambda: "the cache", "smollm2-lora-chat"), (missing, "tiny")):
+        monkeypatch.setattr(diagnostics, "pretrained_source", have)
+        row = diagnostics._pretrained_row()
+        assert diagnostics.Checkup([row]).preset == diagnostics.first_preset() == preset
+        assert (row.state == "ok") == (preset != "tiny")
+    assert "no memory" in row.found and "preset 'tiny'" in row.remedy
+    alone = {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
+    done = multigpu_ft("presets", "--first", cwd=tmp_path, **alone)
+    assert done.stdout == "tiny\n", done.stderr
+    done = multigpu_ft("presets", "--first", "--json", cwd=tmp_path, **alone)
+    assert list(json.loads(done.stdout)) == ["tiny"]
 
 
 def test_bandwidth_of_two_processes():

@@ -17,18 +17,24 @@ GUIDES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 KAGGLE = REPO / "kaggle"
 SMALLER = {  # papermill parameters
     "slices": {"end_idx": 600, "hf_repo": "jane/slices"},
-    "chat": {"num_train": 200, "num_epochs": 1, "eval_every": 2},
+    "chat": {"num_train": 160, "num_held_out": 20, "eval_every": 20},
     "sst2": {"num_epochs": 1},
-    "evaluation": {"slice_size": 120, "held_out_end": 9050},
+    "evaluation": {"slice_size": 120, "held_out_end": 3030},
     "loop": {
         "dataset": "sums.jsonl",
+        "model": "builtin:opt-tiny",
+        "tuning": "full",
         "num_train": 64,
+        "unseen": 64,
+        "num_unseen": 8,
         "num_epochs": 20,
+        "learning_rate": 2e-3,
+        "learning_rate_again": 5e-4,
+        "temperature": 0.5,
         "nproc": 1,
         "num_questions": 16,
         "num_sequences_per_question": 40,
         "max_new_tokens": 32,
-        "num_epochs_again": 1,
     },
 }
 SLOW = ("chat", "evaluation", "strategies")

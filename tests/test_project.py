@@ -309,10 +309,10 @@ def _address():
 
 
 @pytest.mark.parametrize("cells", CELLS, ids=lambda cells: cells[0].splitlines()[0])
-def test_the_cells_of_the_readme_work(cells, kernel):
-    "Run the cells of a section one after the other in one notebook."
+def test_the_cells_of_the_readme_work(cells, kernel, tmp_path):
+    "Run the cells of a section one after the other in one notebook, without a network."
     # the packages to install are here already
-    notebook = kernel(PIP_NO_INDEX="1")
+    notebook = kernel(PIP_NO_INDEX="1", XDG_CACHE_HOME=str(tmp_path / "cache"))
     for cell in cells:
         shown = notebook.run(cell.replace(f" @ git+{_address()}", ""), timeout=300)
         assert "ERROR" not in shown, shown

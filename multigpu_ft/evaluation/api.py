@@ -30,6 +30,7 @@ from ..launcher.functions import call
 from ..launcher.outputs import copy_to_kept
 from ..launcher.run import Run
 from ..launcher.slices import Slices
+from ..run.answering import check_temperature
 from ..run.config import plain_values
 from ..run.environment import default_run_root
 from ..run.errors import ConfigError, did_you_mean
@@ -129,7 +130,7 @@ class _Request:
     columns: dict[str, Any]
     forgetting: dict[str, Any]  # empty: none
     computing: dict[str, Any]
-    sampling: dict[str, int]
+    sampling: dict[str, float]
     nproc: int | None
 
     @classmethod
@@ -155,7 +156,10 @@ class _Request:
             columns=chosen("text_field", "text_pair_field", "label_field", "messages_field"),
             forgetting=forgetting if forgetting["dataset"] else {},
             computing=chosen("max_length", "batch_size", "strategy", "dtype"),
-            sampling={name: count(name, settings[name], low) for name, low in _SMALLEST.items()},
+            sampling={
+                "temperature": check_temperature(settings["temperature"]),
+                **{name: count(name, settings[name], low) for name, low in _SMALLEST.items()},
+            },
             nproc=None if nproc is None else count("nproc", nproc, 1),
         )
 
@@ -195,6 +199,7 @@ _COMPUTING = {
 _SAMPLES = {
     "samples": "texts that each model continues, shown side by side; 0: none",
     "max_new_tokens": "longest continuation (tokens)",
+    "temperature": "of the samples; 0 takes the likeliest token",
     "seed": "seed of the choice of samples and of sampling",
 }
 _REPORT = {
@@ -233,6 +238,7 @@ def evaluate(
     forgetting_end_idx: int | None = None,
     samples: int = 4,
     max_new_tokens: int = 64,
+    temperature: float = 1.0,
     seed: int = 0,
     strategy: str | None = None,
     dtype: str | None = None,

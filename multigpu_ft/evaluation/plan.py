@@ -95,6 +95,7 @@ class Plan:
     tokenizer: str | None = None  # folder of the tokenizer, if the base comes without one
     samples: int = 0  # texts that each model continues
     max_new_tokens: int = 64
+    temperature: float = 1.0
     seed: int = 0
     remarks: list[str] = field(default_factory=list)
 

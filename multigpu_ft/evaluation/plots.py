@@ -207,7 +207,9 @@ def _lengths_picture(compared: Compared, classes: list[dict[str, Any]]) -> Any:
     right.set_ylabel(f"nats per {compared.target.unit}")
     left.set_title(_title(compared.target, _NEWEST), fontsize=10, loc="left")
     right.set_title("change from the base, less is better", fontsize=10, loc="left")
-    left.legend(frameon=False, fontsize=9)
+    low, high = left.get_ylim()
+    left.set_ylim(low, high + 0.3 * (high - low))  # above the marks there is room for the legend
+    left.legend(frameon=False, fontsize=9, loc="upper right")
     return figure
 
 # %% ../../nbs/evaluation/05_plots.ipynb #d67889b4

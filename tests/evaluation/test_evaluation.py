@@ -230,6 +230,19 @@ def test_several_checkpoints_and_the_export(trained, alone):
     assert means[-1] < means[1] < means[0]
 
 
+def test_the_likeliest_continuations_are_those_of_transformers(trained, alone):
+    run, made = trained["full"], plan(trained["full"], samples=3, max_new_tokens=8, temperature=0)
+    measured = score(made)
+    assert measured.about["sampling"]["temperature"] == 0
+    model, tokenizer = load_export(run.path / "export")
+    for sample in measured.samples:
+        ids = tokenizer(sample["prompt"], return_tensors="pt")["input_ids"]
+        ids = ids[:, :-1] if ids[0, -1] == tokenizer.eos_token_id else ids
+        greedy = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        text = tokenizer.decode(greedy, skip_special_tokens=True)
+        assert sample["texts"][made.models[0].name] == text
+
+
 @pytest.mark.slow
 def test_ranks_agree_and_share_the_work(trained, alone, tmp_path):
     run, settings = trained["full"], {"samples": 3, "max_new_tokens": 6, "folder": tmp_path}
@@ -367,6 +380,7 @@ def test_a_checkpoint_without_its_run(trained, alone, tmp_path, monkeypatch):
         (DataError, {"start_idx": 40, "end_idx": 40}, "the slice is empty"),
         (ConfigError, {"batch_size": 0}, "greater than or equal to 1"),
         (ConfigError, {"samples": -1}, "samples=-1"),
+        (ConfigError, {"temperature": "warm"}, "temperature='warm': expected a number from 0"),
         (ConfigError, {"hf_repo": "no name"}, "user/name@revision"),
         (ConfigError, {"hf_repo": "user/name"}, "only one of them"),
         (ConfigError, {"folder": "hf_" + "a" * 30}, "HF_TOKEN"),

