@@ -74,6 +74,17 @@ BERT = {
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
 }
+SMOLLM2 = {  # SmolLM2-135M's shape, which decides the memory; the weights are random
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 LABELLED = {"task": "classification", "packing": "padded", "max_length": 128, "batch_size": 16}
 ON_CPU = {
     "ddp": (OPT, {"strategy": "ddp"}),
@@ -107,6 +118,15 @@ ON_CPU = {
         {"strategy": "ddp", "tuning": "qlora", "activation_checkpointing": "full"},
     ),
     "Qwen3, padded": (QWEN, {"strategy": "fsdp", "packing": "padded"}),
+    "SmolLM2, lora": (SMOLLM2, {"strategy": "ddp", "tuning": "lora", "quantization": "none"}),
+    "SmolLM2, lora, fsdp": (
+        SMOLLM2,
+        {"strategy": "fsdp", "tuning": "lora", "quantization": "none"},
+    ),
+    "SmolLM2, qlora": (SMOLLM2, {"strategy": "ddp", "tuning": "qlora"}),
+    "SmolLM2, qlora, fsdp": (SMOLLM2, {"strategy": "fsdp", "tuning": "qlora"}),
+    "SmolLM2, lora 8 bit": (SMOLLM2, {"strategy": "ddp", "tuning": "lora8bit"}),
+    "SmolLM2, fsdp": (SMOLLM2, {"strategy": "fsdp"}),
     "BERT": (BERT, {"strategy": "ddp", **LABELLED}),
     "BERT, lora": (BERT, {"strategy": "ddp", "tuning": "lora", "quantization": "none", **LABELLED}),
 }

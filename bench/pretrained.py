@@ -3,7 +3,7 @@
 python bench/pretrained.py --data questions.jsonl [--seeds 0 1 2] [--arms ARM ...] [--add]
 
 SmolLM2-135M-Instruct with its 49,152 tokens of vocabulary, 8 chats a step on 2 ranks of one thread,
-the same chats for all, without a change of the learning rate. The held-out loss is that of other
+the same chats in the same order for all, without a change of the learning rate. The held-out loss is that of other
 chats, over assistants' tokens, after as many steps. Tokens a second are those of the step in the
 middle; memory is the peak of a rank's process, of the larger rank. Arms take turns, seed by seed.
 
@@ -25,7 +25,7 @@ from learning import HELD_OUT, TRAINED, collate, config, held_out_loss, prepare
 from paired import interval, options, run_peer
 
 RESULTS = Path(__file__).parent / "results"
-STEPS = 12
+STEPS = 8
 RATES = {"full": 2e-5}  # an adapter's is that of bench/learning.py
 OURS = {
     "LoRA ddp": ("lora", "ddp"),
@@ -91,6 +91,8 @@ def be_peer(folder, arm, seed, root):
     from learning import RATE
     from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
+    from multigpu_ft.data.order import epoch_order
+
     torch.set_num_threads(1)
     set_seed(seed)
     sets = json.loads((folder / "tokens.json").read_text())
@@ -125,9 +127,11 @@ def be_peer(folder, arm, seed, root):
         ddp_backend="gloo",
         gradient_checkpointing=False,
         bf16=False,
+        train_sampling_strategy="sequential",
         remove_unused_columns=False,
     )
-    data = Dataset.from_list(sets["train"])
+    order = epoch_order(TRAINED, seed, 1)[: 8 * STEPS]
+    data = Dataset.from_list([sets["train"][i] for i in order])
     job = Trainer(model, args, train_dataset=data, data_collator=count)
     job.add_callback(Clock())
     job.train()

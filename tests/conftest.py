@@ -63,17 +63,17 @@ def pytest_collection_modifyitems(items):
 def pytest_sessionfinish(session):
     """Fail on an unexpected skip in CI.
 
-    CI has everything that a test may need, except a GPU, vLLM and, in some containers, the right
-    to mount."""
+    CI has everything that a test may need, except a GPU, vLLM, llama.cpp and, in some containers,
+    the right to mount."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     # A worker of xdist has no reporter. The process that collects the results has one.
     if reporter is None:
         return
-    allowed = ("needs a CUDA GPU", "needs the right to mount", "needs vLLM")
+    allowed = ("a CUDA GPU", "the right to mount", "vLLM", "llama-cpp-python")
     skipped = [
         r
         for r in reporter.stats.get("skipped", [])
-        if not any(reason in str(r.longrepr) for reason in allowed)
+        if not any(f"needs {what}" in str(r.longrepr) for what in allowed)
     ]
     if skipped and os.environ.get("CI"):
         print(f"\nskipped in CI: {[(r.nodeid, r.longrepr) for r in skipped]}")

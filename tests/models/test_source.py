@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import hub
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -23,6 +24,8 @@ from transformers import (
 
 from multigpu_ft import ModelError, RunConfig, launch
 from multigpu_ft.checkpoints.export import load_export
+from multigpu_ft.data.examples import load_texts
+from multigpu_ft.data.tokenization import tokenize
 from multigpu_ft.models import gguf, source
 from multigpu_ft.models.gguf_writer import GGUF_KINDS, _splitting, why_no_gguf, write_gguf
 from multigpu_ft.models.loading import load_tokenizer
@@ -136,6 +139,71 @@ def test_a_gguf_file_is_trained_like_its_folder(gguf_of_llama, llama, cache, run
         back = Path(source.model_source(RunConfig(model=str(path)))[0])
         assert abs(loss_of(back) - whole) < most
     load_export(runs[0].status["export"])  # the file doesn't disturb the folder
+
+
+@pytest.fixture(scope="module")
+def tuned(pretrained, tmp_path_factory):
+    "Return a run that trained the pretrained model for two steps and merged its adapter."
+    held_out = {"eval_start_idx": 3000, "eval_end_idx": 3008}
+    return launch(
+        RunConfig.preset(
+            "smollm2-lora-chat",
+            run_root=str(tmp_path_factory.mktemp("tuned")),
+            max_steps=2,
+            nproc=1,
+            merge_adapter=True,
+            export_format="gguf",
+            **held_out,
+        )
+    )
+
+
+def held_out_chats(run):
+    "Return the tokens of each held-out chat, and where the targets are."
+    rows = {"start_idx": run.config.eval_start_idx, "end_idx": run.config.eval_end_idx}
+    cfg = run.config.replace(**rows, eval_start_idx=None, eval_end_idx=None)
+    tokenizer = AutoTokenizer.from_pretrained(run.status["merged"])
+    texts = tokenize(cfg, load_texts(cfg), tokenizer)
+    return [(texts[i].ids, texts[i].loss_mask) for i in range(len(texts))]
+
+
+@pytest.mark.slow
+def test_the_merged_model_is_an_ordinary_one(tuned):
+    "transformers alone finds the loss that the run found with the adapter beside the weights."
+    model = AutoModelForCausalLM.from_pretrained(tuned.status["merged"], dtype=torch.float32)
+    total, count = 0.0, 0
+    for ids, mask in held_out_chats(tuned):
+        ids, mask = torch.tensor(ids).long(), torch.tensor(mask)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+        total += losses[mask[1:]].sum().item()
+        count += mask[1:].sum().item()
+    assert total / count == pytest.approx(tuned.status["eval_after"]["loss"], abs=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, most", [("gguf", 5e-3), ("gguf-q8_0", 3e-2)])
+def test_llama_cpp_finds_the_same_loss(kind, most, tuned, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, to be compiled")
+    file, merged = Path(tuned.status["gguf"]), Path(tuned.status["merged"])
+    config, tokenizer = AutoConfig.from_pretrained(merged), AutoTokenizer.from_pretrained(merged)
+    if kind != "gguf":
+        file = tmp_path / "model.gguf"
+        write_gguf(merged, file, config, tokenizer, kind)
+    model = llama_cpp.Llama(str(file), n_ctx=512, logits_all=True, n_threads=2, verbose=False)
+    text = "What does the Python function `dataclasses.fields()` do in 2024?"
+    assert model.tokenize(text.encode(), add_bos=False) == tokenizer(text)["input_ids"]
+    total, count = 0.0, 0
+    for ids, mask in held_out_chats(tuned):
+        model.reset()
+        model.eval(list(map(int, ids)))
+        logits = torch.tensor(model.scores[: len(ids) - 1]).float()
+        target = torch.tensor(ids).long()[1:]
+        losses = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+        total += losses[torch.tensor(mask)[1:]].sum().item()
+        count += mask[1:].sum().item()
+    assert total / count == pytest.approx(tuned.status["eval_after"]["loss"], abs=most)
 
 
 def test_both_ways_keep_every_token(gguf_of_llama, llama, cache):
