@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from gpus import hide_gpus
-from paired import interval, options, run_peer
+from paired import interval, options, run_peer, take_turns
 
 RESULTS = Path(__file__).parent / "results"
 TRAINED, HELD_OUT, LENGTH, RATE = 240, 40, 512, 5e-4
@@ -302,20 +302,15 @@ def main():
         arm, seed, root = chosen.peer
         return be_peer(chosen.data, arm, int(seed), root)
     os.environ["OMP_NUM_THREADS"] = "1"
-    path = RESULTS / "learning.json"
-    runs = json.loads(path.read_text()) if chosen.add else {}
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), chosen.data)
-        for number, seed in enumerate(chosen.seeds):
-            turn = number % len(chosen.arms)
-            for arm in chosen.arms[turn:] + chosen.arms[:turn]:
-                if arm in OURS:
-                    run = ours(Path(folder), arm, seed)
-                else:
-                    run = run_peer(__file__, folder, arm, seed)
-                runs.setdefault(arm, {})[str(seed)] = run
-                path.write_text(json.dumps(runs, indent=1))
-                print(seed, arm, run["curve"][-1], flush=True)
+
+        def measure(arm, seed):
+            if arm in OURS:
+                return ours(Path(folder), arm, seed)
+            return run_peer(__file__, folder, arm, seed)
+
+        runs = take_turns(chosen, measure, RESULTS / "learning.json", lambda run: run["curve"][-1])
     compare(runs)
     draw(runs)
 

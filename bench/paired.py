@@ -40,6 +40,20 @@ def run_peer(script, data, arm, seed):
         return json.loads((Path(root) / "peer.json").read_text())
 
 
+def take_turns(chosen, measure, path, show=lambda found: found):
+    """Return what `measure(arm, seed)` finds for each of the chosen arms and seeds, by arm and seed.
+
+    Each seed begins with another arm. What is known so far is in `path`, and is added to with --add."""
+    runs = json.loads(path.read_text()) if chosen.add else {}
+    for number, seed in enumerate(chosen.seeds):
+        turn = number % len(chosen.arms)
+        for arm in chosen.arms[turn:] + chosen.arms[:turn]:
+            found = runs.setdefault(arm, {})[str(seed)] = measure(arm, seed)
+            path.write_text(json.dumps(runs, indent=1))
+            print(seed, arm, show(found), flush=True)
+    return runs
+
+
 def interval(values):
     "Return the mean of paired differences, and half of its 95 % interval (Student's t)."
     from scipy.stats import t
