@@ -30,7 +30,8 @@ install: .venv/installed
 demo: install
 	@mkdir -p runs/demo
 	set -e; preset=$$($(BIN)/multigpu-ft presets --first); run=$$preset-$$(date +%H%M%S); \
-	$(BIN)/papermill nbs/train.ipynb runs/demo/$$run.ipynb -p preset $$preset -p end_idx 160 -p run_root runs/demo -p run_name $$run -p resume_file none; \
+	$(BIN)/papermill nbs/train.ipynb runs/demo/$$run.ipynb -p preset $$preset -p end_idx 160 \
+	    -p run_root runs/demo -p run_name $$run -p resume_file none; \
 	echo "notebook  runs/demo/$$run.ipynb"; $(BIN)/multigpu-ft runs --last --run-root runs/demo; \
 	[ $$preset = tiny ] || $(BIN)/multigpu-ft ask runs/demo/$$run --compare --temperature 0 --max-new-tokens 64 \
 	    'What does the Python function dataclasses.fields() do?'
