@@ -12,8 +12,8 @@ end. Then the arms of a comparison take turns, each in its own processes of one 
   one
 - `machine`: two independent processes of this kind at once, against one alone, which is the most
   that two processes could reach here
-- `pretrained` and `vllm`: 200 answers of a real model (`--kind smollm2`) on two ranks, against
-  static halves, and against `engine="vllm"`, which has an environment of its own (`make test-vllm`)
+- `pretrained`: 200 answers of a real model (`--kind smollm2`) on two ranks, against static halves,
+  and against `engine="vllm"`, which has an environment of its own (`make .venv/vllm/installed`)
 
 All sample at most 256 tokens at temperature 1. The time runs from the first question to the last
 answer, without starting and loading. Writes bench/results/generation.json, where the results of
@@ -261,7 +261,7 @@ def main():
 
 
 def compare(comparison, options, folder, root):
-    "Run two arms in turn, with one model."
+    "Run the arms in turn, with one model."
     found = {arm: [] for arm in comparison}
     for number in range(options.repeats):
         for arm, run in comparison.items():
@@ -273,7 +273,7 @@ def compare(comparison, options, folder, root):
 
 
 def summary(found):
-    "Return sequences per second of each arm, and ratios of consecutive pairs: median, minimum and maximum."
+    "Return sequences per second of each arm, and ratios of runs that followed each other: median, minimum and maximum."
 
     def spread(values):
         return {
@@ -283,7 +283,7 @@ def summary(found):
         }
 
     speeds = {name: [r["sequences_per_second"] for r in runs] for name, runs in found.items()}
-    first, second = speeds
+    first, *others = speeds
     return {
         "repeats": len(next(iter(found.values()))),
         "sequences_per_second": {name: spread(values) for name, values in speeds.items()},
@@ -295,24 +295,20 @@ def summary(found):
             for name, runs in found.items()
             if "start_seconds" in runs[0]
         },
-        f"{first} / {second}": spread(
-            [a / b for a, b in zip(speeds[first], speeds[second], strict=True)]
-        ),
+        **{
+            f"{first} / {other}": spread(
+                [a / b for a, b in zip(speeds[first], speeds[other], strict=True)]
+            )
+            for other in others
+        },
     }
-
-
-def of_vllm(folder, dataset, out):
-    return ours(folder, dataset, 8, SAMPLES, 2, out, "vllm")
 
 
 COMPARISONS = {
     "pretrained": {
         "generate": lambda folder, dataset, out: ours(folder, dataset, 8, SAMPLES, 2, out),
         "static halves": lambda folder, dataset, out: theirs(folder, dataset, 8, out),
-    },
-    "vllm": {
-        "generate": lambda folder, dataset, out: ours(folder, dataset, 8, SAMPLES, 2, out),
-        "vllm": of_vllm,
+        "vllm": lambda folder, dataset, out: ours(folder, dataset, 8, SAMPLES, 2, out, "vllm"),
     },
     "static": {
         "generate": lambda folder, dataset, out: ours(folder, dataset, 22, SAMPLES, 2, out),
@@ -330,7 +326,7 @@ COMPARISONS = {
 
 
 _MADE = ("static", "processes", "machine")
-KINDS = {"opt": _MADE, "qwen3": _MADE, "smollm2": ("pretrained", "vllm")}
+KINDS = {"opt": _MADE, "qwen3": _MADE, "smollm2": ("pretrained",)}
 
 
 if __name__ == "__main__":

@@ -133,8 +133,11 @@ def held_out_loss(model, rows):
     import torch.distributed as dist
     import torch.nn.functional as F
 
+    from multigpu_ft.models.quantization import to_evaluation_mode
+
     sums, training = torch.zeros(2, dtype=torch.float64), model.training
-    model.eval()
+    # after eval() alone, bitsandbytes' layers would round activations too, and ours would not
+    to_evaluation_mode(model)
     with torch.no_grad():
         for row in rows[dist.get_rank() :: dist.get_world_size()]:
             batch = collate([row])

@@ -138,6 +138,13 @@ def _own_cores(local_rank: int) -> dict[str, str]:
     own = cores[local_rank * len(cores) // ranks : (local_rank + 1) * len(cores) // ranks]
     return {_CORES_VARIABLE: ",".join(map(str, own)) or "nobind"}
 
+
+def _prompts_in_one_piece() -> dict[str, bool]:
+    """Return vLLM's setting for a CPU: no prompt is split over two steps.
+
+    After the first part vLLM winds the request's random generator back, which a CPU's cannot be."""
+    return {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
+
 # %% ../../nbs/generation/05_vllm_engine.ipynb #b6310336
 # the only values vLLM accepts for max_lora_rank: vllm.config.lora.MaxLoRARanks
 _LORA_RANKS = [1, 8, 16, 32, 64, 128, 256, 320, 512]
@@ -185,6 +192,7 @@ def start_vllm(
                 enable_lora=adapter is not None,
                 **share,
                 **lora_settings,
+                **_prompts_in_one_piece(),
             )
         )
     sampling = rules.sampling

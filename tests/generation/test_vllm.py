@@ -127,6 +127,22 @@ def test_greedy_answers_are_those_of_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_more_prompts_at_once_than_a_step_takes(models, environment, run_root, monkeypatch):
+    "40 prompts of 150 tokens are more than vLLM's 2,048 or 4,096 a step, so one would be split."
+    run_root.mkdir()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    rng, questions = random.Random(1), run_root / "long.jsonl"
+    texts = [" ".join(f"w{rng.randrange(WORDS)}" for _ in range(150)) for _ in range(40)]
+    questions.write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
+    settings = asked(models, "vllm", num_questions=40, num_sequences_per_question=1)
+    settings |= {"dataset": str(questions), "engine": "vllm", "batch_size": 40, "nproc": 1}
+    answers = generate(**settings, temperature=1.0, output=run_root / "a.jsonl")
+    assert len(told(answers)) == 40
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_interrupted_generation_goes_on(models, environment, run_root, monkeypatch):
     "A sequence's seed decides it: not the other sequences, nor the ranks, nor the interruption."
