@@ -38,6 +38,15 @@ def environment(tmp_path_factory):
     return {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("vllm"))}
 
 
+@pytest.fixture
+def folder(environment, run_root, monkeypatch):
+    "Return the root of runs, for a vLLM that writes to a folder of its own."
+    run_root.mkdir()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return run_root
+
+
 def engines(leftovers):
     "Return the names of vLLM's processes among what is left."
     names = []
@@ -104,20 +113,15 @@ def told(answers):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", ["base", "export", "adapter"])
-def test_greedy_answers_are_those_of_transformers(
-    subject, models, fine_tuned, environment, run_root, monkeypatch
-):
+def test_greedy_answers_are_those_of_transformers(subject, models, fine_tuned, folder):
     "In fp32, with stop strings, and on two ranks, each with an engine."
-    run_root.mkdir()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
     settings = asked(models, "vllm", num_questions=40, num_sequences_per_question=1)
     settings |= {"temperature": 0, "dtype": "fp32", "stop": ["w7", "w8 w9"], "nproc": 2}
     if fine_tuned[subject]:
         settings |= {"model": None, **fine_tuned[subject]}
     made = {}
     for engine in ("transformers", "vllm"):
-        answers = generate(**settings, engine=engine, output=run_root / f"{engine}.jsonl")
+        answers = generate(**settings, engine=engine, output=folder / f"{engine}.jsonl")
         made[engine] = told(answers)
         print(engine, answers.about)
     assert made["vllm"] == made["transformers"] and len(made["vllm"]) == 40
@@ -128,35 +132,29 @@ def test_greedy_answers_are_those_of_transformers(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_more_prompts_at_once_than_a_step_takes(models, environment, run_root, monkeypatch):
+def test_more_prompts_at_once_than_a_step_takes(models, folder):
     "40 prompts of 150 tokens are more than vLLM's 2,048 or 4,096 a step, so one would be split."
-    run_root.mkdir()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    rng, questions = random.Random(1), run_root / "long.jsonl"
+    rng, questions = random.Random(1), folder / "long.jsonl"
     texts = [" ".join(f"w{rng.randrange(WORDS)}" for _ in range(150)) for _ in range(40)]
     questions.write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
     settings = asked(models, "vllm", num_questions=40, num_sequences_per_question=1)
     settings |= {"dataset": str(questions), "engine": "vllm", "batch_size": 40, "nproc": 1}
-    answers = generate(**settings, temperature=1.0, output=run_root / "a.jsonl")
+    answers = generate(**settings, temperature=1.0, output=folder / "a.jsonl")
     assert len(told(answers)) == 40
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_interrupted_generation_goes_on(models, environment, run_root, monkeypatch):
+def test_an_interrupted_generation_goes_on(models, folder):
     "A sequence's seed decides it: not the other sequences, nor the ranks, nor the interruption."
-    run_root.mkdir()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
     settings = asked(models, "vllm", num_questions=40, num_sequences_per_question=50)
     settings |= {"dtype": "fp32", "engine": "vllm", "batch_size": 8}
-    whole = generate(**settings, nproc=1, output=run_root / "whole.jsonl")
+    whole = generate(**settings, nproc=1, output=folder / "whole.jsonl")
     assert whole.about["made"] == 2000 and len({text for _, _, text, _ in told(whole)}) > 1500
-    output = run_root / "a.jsonl"
+    output = folder / "a.jsonl"
     code = f"from multigpu_ft import generate; generate(**{settings!r}, nproc=1, output={str(output)!r})"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        at_work(run_root / "a.jsonl.run", 400)
+        at_work(folder / "a.jsonl.run", 400)
         process.send_signal(signal.SIGINT)
     assert not output.exists()
     resumed = generate(**settings, nproc=2, output=output)
