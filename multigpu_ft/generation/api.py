@@ -388,12 +388,13 @@ def _check_questions(cfg: RunConfig, question_field: str) -> None:
         load_questions(cfg, question_field)
 
 
-def _describe(cfg: RunConfig, job: GenerationJob) -> str:
+def _describe(fine_tuned: FineTuned | None, cfg: RunConfig, job: GenerationJob) -> str:
+    name = fine_tuned.name if fine_tuned else cfg.model
     end = f"-{cfg.end_idx}" if cfg.end_idx is not None else " on"
     data = Path(cfg.dataset).name if Path(cfg.dataset).is_file() else cfg.dataset
     times = job.num_sequences_per_question
     each = f", {times} answers each" if times > 1 else ""
-    return f"rows {cfg.start_idx}{end} of {data}{each}"
+    return f"generate: {name} answers rows {cfg.start_idx}{end} of {data}{each}"
 
 # %% ../../nbs/generation/11_api.ipynb #d7e12a0b
 _MODEL = {
@@ -500,9 +501,7 @@ def generate(
     model_source(cfg, say)
     run_dir = _open(_folder(output), cfg, job, packed_reward)
     try:
-        say(
-            f"generate: {fine_tuned.name if fine_tuned else cfg.model} answers {_describe(cfg, job)}"
-        )
+        say(_describe(fine_tuned, cfg, job))
         return Answers(_start(run_dir).wait(panel=panel), output, val_output)
     finally:
         remove_packed(run_dir)  # ranks that died may not have read it
