@@ -12,8 +12,9 @@ end. Then the arms of a comparison take turns, each in its own processes of one 
   one
 - `machine`: two independent processes of this kind at once, against one alone, which is the most
   that two processes could reach here
-- `pretrained`: 200 answers of a real model (`--kind smollm2`) on two ranks, against static halves,
-  and against `engine="vllm"`, which has an environment of its own (`make .venv/vllm/installed`)
+- `pretrained`: 200 answers of a real model (`--kind smollm2`) on two ranks, with as many places as
+  `generate` chooses, against static halves, and against `engine="vllm"`, which has an environment
+  of its own (`make .venv/vllm/installed`)
 
 All sample at most 256 tokens at temperature 1. The time runs from the first question to the last
 answer, without starting and loading. Writes bench/results/generation.json, where the results of
@@ -162,8 +163,7 @@ def ours(folder, dataset, questions, places, ranks, out, engine="transformers"):
             str(questions),
             "--num-sequences-per-question",
             str(SAMPLES),
-            "--batch-size",
-            str(places),
+            *(("--batch-size", str(places)) if places else ()),
             "--max-new-tokens",
             str(NEW_TOKENS),
             "--temperature",
@@ -306,9 +306,9 @@ def summary(found):
 
 COMPARISONS = {
     "pretrained": {
-        "generate": lambda folder, dataset, out: ours(folder, dataset, 8, SAMPLES, 2, out),
+        "generate": lambda folder, dataset, out: ours(folder, dataset, 8, None, 2, out),
         "static halves": lambda folder, dataset, out: theirs(folder, dataset, 8, out),
-        "vllm": lambda folder, dataset, out: ours(folder, dataset, 8, SAMPLES, 2, out, "vllm"),
+        "vllm": lambda folder, dataset, out: ours(folder, dataset, 8, None, 2, out, "vllm"),
     },
     "static": {
         "generate": lambda folder, dataset, out: ours(folder, dataset, 22, SAMPLES, 2, out),

@@ -142,7 +142,8 @@ def _summary(made: dict[str, Any], status: dict[str, Any]) -> list[tuple[str, st
     if made["made"]:
         speed = frequency(made["sequences_per_second"], "sequences")
         lines.append(("start-up", f"{age(made['start_seconds'])}, until the model was loaded"))
-        lines.append(("speed", f"{speed}, {made['tokens_per_second']:,.0f} tokens/s"))
+        at_a_time = f"{status['at_a_time']} at a time on each rank"
+        lines.append(("speed", f"{speed}, {made['tokens_per_second']:,.0f} tokens/s, {at_a_time}"))
     lines += [("written", f"{n:,} to {path}") for path, n in made.get("written", {}).items()]
     lines += [("remark", remark) for remark in status.get("remarks", [])]
     if status.get("message"):
@@ -359,7 +360,6 @@ def _job_config(fine_tuned: FineTuned | None, settings: dict[str, Any]) -> RunCo
         "dataset_split": settings["dataset_split"] or "train",
         "messages_field": settings["messages_field"],
         "start_idx": count("start_idx", settings["start_idx"], 0),
-        "batch_size": count("batch_size", settings["batch_size"], 1),
     }
     cfg = of_the_model(
         fine_tuned.config if fine_tuned else RunConfig(model=settings["model"]),
@@ -433,7 +433,8 @@ _FILES = {
     "val_fraction": "share of the questions that go to val_output",
 }
 _PROCESSES = {
-    "batch_size": "answers a GPU generates at a time; halved if memory runs out (sequences)",
+    "batch_size": "answers a GPU generates at a time; empty: as many as half of its free memory holds, "
+    "up to 128; halved if memory runs out (sequences)",
     "engine": "transformers, or vllm if installed",
     "nproc": "processes; empty: one per GPU, or 2 without a GPU",
     "max_hours": "stop after this time (hours); empty: no limit",
@@ -459,7 +460,7 @@ def generate(
     start_idx: int = 0,
     num_questions: int | None = None,
     num_sequences_per_question: int = 1,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     max_new_tokens: int = 256,
     temperature: float | None = None,
     top_p: float | None = None,

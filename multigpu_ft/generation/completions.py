@@ -51,6 +51,7 @@ class GenerationJob:
     val_output: str | None = None
     val_fraction: float = 0.1
     engine: str = "transformers"
+    batch_size: int | None = None  # sequences at a time on a rank; None: what memory holds
 
     @classmethod
     def checked(cls, settings: dict[str, Any], **replacing: Any) -> "GenerationJob":
@@ -109,8 +110,9 @@ _CHECKS: dict[str, Sequence[Any]] = {
     "reward_above": (_between, -math.inf, math.inf),
     "val_fraction": (_between, 0, 1),
     "engine": (_one_of, "transformers", "vllm"),
+    "batch_size": (count, 1),
 }
-_OPTIONAL = ("quantization", "temperature", "top_p", "top_k")  # None: the model's own value
+_OPTIONAL = ("quantization", "temperature", "top_p", "top_k", "batch_size")  # None: decided later
 
 
 def _read_template(template: str | None) -> str | None:

@@ -27,7 +27,7 @@ from ..run.cache import source_of
 from ..models.source import model_source
 from ..checkpoints.manifest import content_sample
 from ..data.tokenization import closing_token
-from ..distributed.world import World, join_world, store_of_machine
+from ..distributed.world import World, free_bytes, join_world, store_of_machine
 from multigpu_ft.generation.completions import (
     GenerationJob,
     Shard,
@@ -40,10 +40,12 @@ from multigpu_ft.generation.completions import (
 )
 from multigpu_ft.generation.decoding import (
     Answer,
+    ContinuousBatchDecoder,
     Request,
     Rules,
     choose_decoder,
     end_tokens,
+    row_bytes,
 )
 from .fine_tuned import FineTuned, fine_tuned_checkpoint, fine_tuned_export
 from .inference_model import load_model_for, quantization_of
@@ -124,6 +126,10 @@ class Source:
     tokenizer: Any
 
 
+_MOST_ROWS, _MOST_ROWS_OF_A_QUESTION = 128, 32
+_FOR_ROWS = 0.5  # share of the free memory; the rest is for graphs and for reading long questions
+
+
 class TransformersModel:
     "The model in this rank's memory. Raises `ModelError` if it does not fit."
 
@@ -159,12 +165,23 @@ class TransformersModel:
         remark: Callable[[str], None],
     ) -> Callable[[int], Any]:
         "Return a function that makes a decoder of some rows, `rows` of them at first."
-        if capacity not in self._placed:
-            self._placed[capacity] = choose_decoder(self.loaded.model, capacity, self._device)
-        kind, why = self._placed[capacity]
+        kind, why = self._place(capacity)
         if why:
             remark(why)
         return lambda rows: kind(self.loaded.model, rules, rows, capacity, self._device)
+
+    def _place(self, capacity: int) -> tuple[Any, str]:
+        if capacity not in self._placed:
+            self._placed[capacity] = choose_decoder(self.loaded.model, capacity, self._device)
+        return self._placed[capacity]
+
+    def most_rows(self, capacity: int) -> int:
+        "Return how many sequences of `capacity` tokens to decode at a time."
+        if self._place(capacity)[0] is not ContinuousBatchDecoder:
+            return _MOST_ROWS_OF_A_QUESTION
+        room = _FOR_ROWS * free_bytes(self._device)
+        fitting = int(room / row_bytes(self.loaded.model, capacity, self._device))
+        return min(_MOST_ROWS, max(1, fitting))
 
     def close(self) -> None:
         "Do nothing: the model ends with this process."
@@ -211,6 +228,10 @@ class _VLLM:
 
         start(rows)
         return start
+
+    def most_rows(self, capacity: int) -> int:
+        "Return how many sequences to decode at a time; vLLM itself lets some wait if memory is short."
+        return _MOST_ROWS
 
     def close(self) -> None:
         "End the engine, if it was started."
@@ -418,27 +439,22 @@ class _SharedCounts:
 
 
 class _SpeedLog:
-    "Decides when the main rank logs, and how fast the ranks were since the last time."
+    "Decides when the main rank logs, and how fast all ranks have been since they began."
 
     def __init__(self) -> None:
-        self._begun = self._since = time.monotonic()
-        self._sequences, self._tokens = 0, 0
+        self._begun = self._logged = time.monotonic()
 
     def speeds(self, totals: dict[str, int], last: bool) -> dict[str, float]:
-        """Return sequences and tokens per second; nothing if it is not yet time.
+        """Return sequences and tokens per second; nothing before the first, or if it is not yet time.
 
-        The `last` speeds are those of the whole generation, because many answers may end at once."""
-        now, sequences, tokens = time.monotonic(), totals["sequences"], totals["tokens"]
-        new_sequences, new_tokens = sequences - self._sequences, tokens - self._tokens
-        seconds = max(1e-9, now - self._since)
-        if not (last and new_sequences) and seconds <= _LOG_EVERY_S:
+        Those of the last seconds would jump, because many answers begin and end together."""
+        now = time.monotonic()
+        if not totals["sequences"] or (not last and now - self._logged <= _LOG_EVERY_S):
             return {}
-        self._since, self._sequences, self._tokens = now, sequences, tokens
-        if last:
-            seconds, new_sequences, new_tokens = now - self._begun, sequences, tokens
+        self._logged, seconds = now, max(1e-9, now - self._begun)
         return {
-            "sequences_per_second": new_sequences / seconds,
-            "tokens_per_second": new_tokens / seconds,
+            "sequences_per_second": totals["sequences"] / seconds,
+            "tokens_per_second": totals["tokens"] / seconds,
         }
 
 # %% ../../nbs/generation/09_generator.ipynb #77a7e353
@@ -513,8 +529,8 @@ class _Progress:
         )
         if self._ranks.store.check(["rows"]):
             self._ranks.run_log.remark(
-                f"not enough memory for batch_size={self._cfg.batch_size}: "
-                f"used {int(self._ranks.store.get('rows'))} sequences at a time"
+                f"memory ran out: used {int(self._ranks.store.get('rows'))} sequences at a time; "
+                "batch_size sets their number"
             )
 
 # %% ../../nbs/generation/09_generator.ipynb #89228f71
@@ -662,7 +678,7 @@ class Generation:
 
         Returns the last status."""
         world, store, missing = self._ranks.world, self._ranks.store, self._plan.missing
-        rows = min(self.cfg.batch_size, -(-len(missing) // world.size))
+        rows = self._rows() if missing else 0
         make_decoder = self._decoder_maker(rows) if rows else None
         begun = time.time()
         self.run_log.status(
@@ -674,6 +690,7 @@ class Generation:
             **self._inputs.model.about,
             sampling=vars(self._plan.sampling),
             questions=len(self._inputs.questions),
+            at_a_time=rows,
         )
         if world.is_main:
             store.set("running", "1")
@@ -686,7 +703,7 @@ class Generation:
             with torch.no_grad():
                 self._decode(Queue(store, share_out(missing, world.size)), make_decoder, rows)
             self._inputs.model.close()
-        self._progress.tell(last=True)
+        self._progress.tell()
         self._ranks.meet("ended", self._progress.look)
         self._progress.tell(last=True)
         self._ranks.heartbeat(IDLE if world.is_main else LEFT)
@@ -695,12 +712,19 @@ class Generation:
         numbers = _numbers(self._progress.counts.totals, begun, self._launched)
         return _finish(self.job, self._plan, self._rating, numbers, self.run_log.remark)
 
+    def _rows(self) -> int:
+        "Return how many sequences to decode at a time: no more than this rank's part of them."
+        part = -(-len(self._plan.missing) // self._ranks.world.size)
+        return min(self.job.batch_size or self._inputs.model.most_rows(self._capacity()), part)
+
+    def _capacity(self) -> int:
+        return max(len(r.prompt) + r.limit for r in self._plan.missing)
+
     def _decoder_maker(self, rows: int) -> Callable[[int], Any]:
-        capacity = max(len(r.prompt) + r.limit for r in self._plan.missing)
         if self.job.engine == "vllm":
             self.run_log.status(activity="starting vLLM")
         return self._inputs.model.decoder_maker(
-            self._plan.rules, rows, capacity, self._inputs.stop, self.run_log.remark
+            self._plan.rules, rows, self._capacity(), self._inputs.stop, self.run_log.remark
         )
 
     def _decode(self, queue: Queue, make_decoder: Callable[[int], Any], rows: int) -> None:

@@ -57,11 +57,23 @@ class Sampling:
         )
 
 
+# On a CPU, a few rows at a time: beyond some megabytes the system gives out fresh memory, and clears
+# it, each time that one of the arrays below is made.
+_ROWS_ON_CPU = 8
+
+
 def choose(logits: torch.Tensor, drawn: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the next token of each sequence, `int64[rows]`.
 
     `logits` is `[rows, vocabulary]`, and `drawn`, `float64[rows]`, has one number per sequence. The
     token is -1 where the logits are not finite."""
+    if logits.device.type != "cpu":
+        return _choose(logits, drawn, sampling)
+    parts = zip(logits.split(_ROWS_ON_CPU), drawn.split(_ROWS_ON_CPU), strict=True)
+    return torch.cat([_choose(*part, sampling) for part in parts])
+
+
+def _choose(logits: torch.Tensor, drawn: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     scores = logits.float()
     if not sampling.temperature:
         likeliest = scores.max(dim=-1)

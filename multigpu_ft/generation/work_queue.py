@@ -36,13 +36,13 @@ class Queue:
         self._store, self._units, self._own, self._is_empty = store, units, [], False
 
     def take(self, room: int) -> list[Request]:
-        "Take at most `room` requests, none if the queue is empty."
-        while len(self._own) < room and not self._is_empty:
+        "Take at most `room` requests of one question, none if the queue is empty."
+        if not self._own and not self._is_empty:
             number = self._store.add("taken", 1) - 1
             self._is_empty = number >= len(self._units)
-            if not self._is_empty:
-                self._own += self._units[number]
-        taken, self._own = self._own[:room], self._own[room:]
+            self._own = [] if self._is_empty else self._units[number]
+        taken = [r for r in self._own[:room] if r.key[0] == self._own[0].key[0]]
+        self._own = self._own[len(taken) :]
         return taken
 
     def put_back(self, requests: list[Request]) -> None:
@@ -60,9 +60,9 @@ def decode(
     rows: int,
     on_less: Callable[[int], None] = lambda rows: None,
 ) -> Iterator[list[Answer]]:
-    """Yield the answers each step finishes, decoding `rows` sequences at a time until `queue` is
-    empty.
+    """Decode `rows` sequences at a time until `queue` is empty.
 
+    Yields the answers that are finished after each step and after each question that was read.
     If memory runs out, the unfinished sequences start again with half as many rows, and `on_less`
     is called with that number."""
     decoder = None
@@ -71,11 +71,9 @@ def decode(
         try:
             decoder = decoder or make_decoder(rows)
             taken = queue.take(decoder.free) if decoder.free else []
-            finished = decoder.admit(taken) if taken else []
-            if decoder.in_flight:
-                finished += decoder.step()
-            elif not taken:
+            if not taken and not decoder.in_flight:
                 return
+            finished = decoder.admit(taken) if taken else decoder.step()
         except RuntimeError as error:
             if not _is_out_of_memory(error) or rows == 1:
                 raise

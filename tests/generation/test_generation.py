@@ -36,7 +36,7 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("name", ["opt", "qwen3"])
 def test_ranks_and_batch_size_change_nothing(models, tmp_path, name):
     made = {}
-    for nproc, batch_size in ((1, 60), (2, 1), (2, 7)):
+    for nproc, batch_size in ((1, None), (1, 60), (2, 1), (2, 7)):
         output = tmp_path / f"{nproc}-{batch_size}.jsonl"
         made[nproc, batch_size] = generate(
             **asked(models, name), nproc=nproc, batch_size=batch_size, output=output
