@@ -142,7 +142,7 @@ def _summary(made: dict[str, Any], status: dict[str, Any]) -> list[tuple[str, st
     if made["made"]:
         speed = frequency(made["sequences_per_second"], "sequences")
         lines.append(("start-up", f"{age(made['start_seconds'])}, until the model was loaded"))
-        at_a_time = f"{status['at_a_time']} at a time on each rank"
+        at_a_time = f"{status['batch_size']} at a time on each rank"
         lines.append(("speed", f"{speed}, {made['tokens_per_second']:,.0f} tokens/s, {at_a_time}"))
     lines += [("written", f"{n:,} to {path}") for path, n in made.get("written", {}).items()]
     lines += [("remark", remark) for remark in status.get("remarks", [])]

@@ -43,9 +43,9 @@ from multigpu_ft.generation.decoding import (
     ContinuousBatchDecoder,
     Request,
     Rules,
+    bytes_per_row,
     choose_decoder,
     end_tokens,
-    row_bytes,
 )
 from .fine_tuned import FineTuned, fine_tuned_checkpoint, fine_tuned_export
 from .inference_model import load_model_for, quantization_of
@@ -180,7 +180,7 @@ class TransformersModel:
         if self._place(capacity)[0] is not ContinuousBatchDecoder:
             return _MOST_ROWS_OF_A_QUESTION
         room = _FOR_ROWS * free_bytes(self._device)
-        fitting = int(room / row_bytes(self.loaded.model, capacity, self._device))
+        fitting = int(room / bytes_per_row(self.loaded.model, capacity, self._device))
         return min(_MOST_ROWS, max(1, fitting))
 
     def close(self) -> None:
@@ -690,7 +690,7 @@ class Generation:
             **self._inputs.model.about,
             sampling=vars(self._plan.sampling),
             questions=len(self._inputs.questions),
-            at_a_time=rows,
+            batch_size=rows,
         )
         if world.is_main:
             store.set("running", "1")

@@ -7,6 +7,7 @@ __all__ = ['share_out', 'Queue', 'decode']
 
 # %% ../../nbs/generation/08_work_queue.ipynb #5219bb07
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch.distributed as dist
@@ -41,7 +42,7 @@ class Queue:
             number = self._store.add("taken", 1) - 1
             self._is_empty = number >= len(self._units)
             self._own = [] if self._is_empty else self._units[number]
-        taken = [r for r in self._own[:room] if r.key[0] == self._own[0].key[0]]
+        taken = list(takewhile(lambda r: r.key[0] == self._own[0].key[0], self._own[:room]))
         self._own = self._own[len(taken) :]
         return taken
 
