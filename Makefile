@@ -11,12 +11,18 @@ ON_SECOND_DEVICE := PYTHONPATH=$(CURDIR)/.venv/second_device OMP_NUM_THREADS=1 $
 help:
 	@sed -n '1s/^# //p' Makefile
 
-install: .venv/installed
-.venv/installed: setup.py settings.ini constraints.txt
+# what the package itself needs; the rest is for tests and work on it
+.venv/base: setup.py settings.ini constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}; name another one with: make PYTHON=python3.11 ...")'
-	@echo 'torch and all that tests and notebooks need, into .venv: this takes some minutes'
+	@echo 'torch and the package, into .venv: this takes a minute or two'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+install: .venv/installed
+.venv/installed: .venv/base
+	@echo 'all that tests and notebooks need: this takes some minutes'
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
@@ -27,7 +33,7 @@ install: .venv/installed
 	@touch $@
 
 # a folder and a name of its own, so that no other run goes on from it; the tiny model answers nothing
-demo: install
+demo: .venv/base
 	@mkdir -p runs/demo
 	set -e; preset=$$($(BIN)/multigpu-ft presets --first); run=$$preset-$$(date +%H%M%S); \
 	$(BIN)/papermill nbs/train.ipynb runs/demo/$$run.ipynb -p preset $$preset -p end_idx 160 \

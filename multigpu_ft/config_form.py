@@ -42,6 +42,7 @@ from .run.errors import ConfigError
 from .run.numbers import change, held_out_changes
 from .run.run_dir import LIVE_STATES
 from .run.secrets import hide_secrets
+from .run.warm_start import warm_up
 
 # %% ../nbs/01_config_form.ipynb #58c5611e
 def _kinds(info: FieldInfo) -> tuple[Any, ...]:
@@ -1101,6 +1102,7 @@ class Form(_LiveForm):
         self._runner.output = CellOutput()
         self._draw()
         self._show_record()
+        warm_up()
 
 # %% ../nbs/01_config_form.ipynb #3df29e15
 def form(cfg: RunConfig | None = None) -> Form:

@@ -32,6 +32,7 @@ from .run.config import BUILTIN_MODEL, PRETRAINED_MODEL
 from .run.environment import Device, has_bf16, installed_gpus, visible_among
 from .run.errors import ModelError, printable
 from .run.failures import RunFailed
+from .run.warm_start import server_process, why_cold
 
 # %% ../nbs/02_diagnostics.ipynb #4ad59cf1
 # white text has a contrast of at least 4.5 on each of them
@@ -388,6 +389,18 @@ def _state(free: float, scarce: float, enough: float) -> str:
     return "warn" if free < enough else "ok"
 
 
+def _starts_row() -> Row:
+    "Check whether runs start warm, and tell what that holds."
+    name, why = "warm starts", why_cold()
+    if why:
+        return Row(name, "warn", f"off: {why}", "Each start imports torch, which takes seconds.")
+    server = server_process()
+    if server is None:
+        return Row(name, "ok", "on; the first launch, form or estimate starts the fork server")
+    held = server.memory_info().rss / 1e6
+    return Row(name, "ok", f"on; the fork server, pid {server.pid}, holds {held:.0f} MB")
+
+
 def _outputs_row() -> Row | None:
     if folder := environment.outputs_folder():
         return _disk_row("disk for outputs", folder, 10)
@@ -587,6 +600,7 @@ def doctor(bandwidth: bool = True) -> Checkup:
         ),
         "disk for outputs": _begin("disk for outputs", 10, _outputs_row),
         "memory": _begin("memory", 5, _memory_row),
+        "warm starts": _begin("warm starts", 5, _starts_row),
         "Hub": _begin("Hub", 8, _hub_row),
         _PRETRAINED: _begin(_PRETRAINED, 25, _pretrained_row),
         "tokens": (lambda: _safely("tokens", _token_row))

@@ -93,10 +93,10 @@ def test_there_is_no_seat_to_take_in_a_run_on_one_machine(tmp_path):
     try:
         running(tmp_path, steps=1)
         pids = run.status["pids"]
-        (store,) = {
-            Path(psutil.Process(pid).environ()["MULTIGPU_FT_STORE"]) for pid in pids["ranks"]
-        }
         guard = psutil.Process(pids["agent"])
+        (torchrun,) = guard.children()
+        (folder,) = Path(tempfile.gettempdir()).glob(f"multigpu_ft-store-{torchrun.pid}-*")
+        store = folder / "store"
         ports = _listening([guard.pid, *(p.pid for p in guard.children(recursive=True))])
         assert "taken" not in [as_stranger(_take_a_seat, port, seconds=5) for port in ports]
         assert run.state == "running", "strangers don't end it either"

@@ -44,6 +44,7 @@ def test_doctor_on_this_machine():
         "torch",
         "disk for runs",
         "memory",
+        "warm starts",
         "Hub",
         "pretrained model",
         "tokens",

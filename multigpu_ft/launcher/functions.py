@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
@@ -38,6 +37,7 @@ from ..run.failures import RunFailed, end_of_log, ending, failure_of
 from ..run.payload import CALL_FILE, pack, read_packed, write_packed
 from ..run.processes import end_with_agent, is_own, is_running, leave, write_error
 from ..run.run_dir import RunDir, write_json
+from ..run.warm_start import Started, start_process
 from ..run.secrets import hide_secrets, use_secrets
 
 # %% ../../nbs/launcher/02_functions.ipynb #f453b931
@@ -69,27 +69,21 @@ def _prepare(path: Path, function: Callable[..., Any], args: tuple[Any, ...], np
 
 
 def start_agent(
-    run_dir: RunDir, module: str = "multigpu_ft.launcher.agent", *words: str
-) -> subprocess.Popen:
+    run_dir: RunDir,
+    module: str = "multigpu_ft.launcher.agent",
+    *words: str,
+    warm: bool = True,
+    stage: int = 2,
+    environment: dict[str, str] | None = None,
+) -> Started:
     """Start torchrun's agent for a run or a call, or another `module`, in its own session.
 
-    An interrupt of the kernel does not reach it. What `run.ask` holds in memory is given back."""
+    An interrupt of the kernel does not reach it. What `run.ask` holds in memory is given back.
+    With `warm` it is forked if it can be; for `stage` and `environment` see `start_process`."""
     end_answering()
-    own, places = (
-        str(Path(sys.modules["multigpu_ft"].__file__).parents[1]),
-        os.environ.get("PYTHONPATH", ""),
-    )
-    if "site-packages" not in own:  # it may be a checkout
-        places = os.pathsep.join(filter(None, [own, places]))
     with open(run_dir.log_file("agent"), "w") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *words, str(run_dir.main.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": places},
-        )
+        words = (*words, str(run_dir.main.path))
+        return start_process(module, words, log, warm=warm, stage=stage, environment=environment)
 
 # %% ../../nbs/launcher/02_functions.ipynb #5d383a47
 _FLOOD = 1_000_000  # bytes of a rank that a cell shows at once; of more it shows the end
@@ -148,6 +142,7 @@ def call(
     args: tuple[Any, ...] = (),
     nproc: int | None = None,
     show: Callable[[str], None] | None = None,
+    warm: bool = True,
 ) -> Any:
     """Run `function(*args)` on `nproc` ranks and return what it returns on rank 0.
 
@@ -166,7 +161,7 @@ def call(
     agent = None
     try:
         run_dir = _prepare(folder, function, args, nproc)
-        agent = start_agent(run_dir)
+        agent = start_agent(run_dir, warm=warm, stage=1)
         streams = _Streams(run_dir, nproc)
         try:
             while agent.poll() is None:
@@ -204,7 +199,7 @@ def _show(text: str) -> None:
         print(text, end="", flush=True)
 
 
-def _interrupt(agent: subprocess.Popen) -> None:
+def _interrupt(agent: Started) -> None:
     for process in psutil.Process(agent.pid).children(True) if agent.poll() is None else []:
         with suppress(psutil.NoSuchProcess):
             if _RANK in process.cmdline():
@@ -214,7 +209,7 @@ def _interrupt(agent: subprocess.Popen) -> None:
         time.sleep(_LOOK_EVERY_S)
 
 # %% ../../nbs/launcher/02_functions.ipynb #c0b8be38
-def _outcome(run_dir: RunDir, agent: subprocess.Popen) -> Any:
+def _outcome(run_dir: RunDir, agent: Started) -> Any:
     failure = run_dir.status().get("failure")
     if failure:
         raise failure_of(run_dir, failure) from None

@@ -10,8 +10,6 @@ __all__ = ['FITS', 'CLOSE', 'MAY_NOT', 'DOES_NOT', 'NoEstimate', 'Simulations', 
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,9 +22,10 @@ import multigpu_ft
 from ..run.cache import made_folder
 from ..run import errors
 from ..run.config import BUILTIN_MODEL, OPTIMIZERS, RunConfig
-from ..run.environment import GPU
+from ..run.environment import GPU, visible_gpus
 from ..run.errors import ConfigError
 from ..run.secrets import hide_secrets
+from ..run.warm_start import Started, environment_here, start_process
 
 # %% ../../nbs/memory/04_fit.ipynb #a9b3a0af
 class NoEstimate(ValueError):
@@ -119,16 +118,16 @@ class _Worker:
     "A process that simulates. It is started for the first request."
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
+        self.process: Started | None = None
         self._errors = tempfile.TemporaryFile("w+")
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         "Return the answer to `request`. Raises `NoEstimate` if the process ends without one."
-        process = self.process = self.process or self._start()
+        self.process = self.process or self._start()
         try:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
+            line = self._answers.readline()
         except BrokenPipeError:
             line = ""
         if not line:
@@ -140,25 +139,31 @@ class _Worker:
             )
         return json.loads(line)
 
-    def _start(self) -> "subprocess.Popen[str]":
-        environment = {name: v for name, v in os.environ.items() if name not in _OF_A_RANK}
+    def _start(self) -> Started:
+        environment = {n: v for n, v in environment_here().items() if n not in _OF_A_RANK}
         # no GPU for it: it would take memory there, and fake tensors need none
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return subprocess.Popen(
-            [sys.executable, "-m", "multigpu_ft.memory.simulation"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
+        (given, asking), (answering, output) = os.pipe(), os.pipe()
+        self._requests, self._answers = open(asking, "w"), open(answering)
+        with open(given) as given, open(output, "w") as output:
+            return start_process(
+                "multigpu_ft.memory.simulation",
+                [],
+                output,
+                errors=self._errors,
+                given=given,
+                environment=environment,
+                warm=not visible_gpus(),  # a fork can't forget the GPUs
+            )
 
     def close(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.communicate()
+            self.process.wait()
+            with suppress(BrokenPipeError):  # a request that it has not read
+                self._requests.close()
+            self._answers.close()
             self.process = None
 
 # %% ../../nbs/memory/04_fit.ipynb #b74c375e

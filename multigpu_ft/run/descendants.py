@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import psutil
 
-from .processes import is_running, watch_parent
+from .processes import is_there, presence, watch_parent
 
 # %% ../../nbs/run/14_descendants.ipynb #f8083115
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
@@ -111,9 +111,9 @@ _PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 def guarded(parent: int | None, grace_s: float, leaving: Callable[[], None] | None = None) -> None:
     """Continue in a child of this process, which stays as its guard.
 
-    If `parent` is given and dies, the guard calls `leaving`, sends the child SIGTERM, and kills it
-    `grace_s` seconds later. Call it in a process with one thread. Without subreapers there is no
-    guard, and this process watches `parent` itself."""
+    If the process `parent`, which need not have started this one, is given and dies, the guard calls
+    `leaving`, sends the child SIGTERM, and kills it `grace_s` seconds later. Call it in a process
+    with one thread. Without subreapers there is no guard, and this process watches `parent` itself."""
     if not adopt_orphans():
         if parent:
             watch_parent(parent, grace_s, leaving)
@@ -123,7 +123,7 @@ def guarded(parent: int | None, grace_s: float, leaving: Callable[[], None] | No
     reading, writing = os.pipe()
     if child := os.fork():
         os.close(reading)
-        _exit_like(_guard(child, watched, parent, grace_s, leaving))
+        _exit_like(_guard(child, watched, presence(parent), grace_s, leaving))
     os.close(writing)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.setsid()  # a SIGKILL for the guard's group must not reach both
@@ -141,7 +141,7 @@ def _end_with(guard: int) -> None:
 def _guard(
     child: int,
     watched: set[signal.Signals],
-    parent: int | None,
+    is_parent_there: Callable[[], bool],
     grace_s: float,
     leaving: Callable[[], None] | None,
 ) -> int:
@@ -151,7 +151,7 @@ def _guard(
         arrived = signal.sigtimedwait(watched, _LOOK_EVERY_S)
         if arrived and arrived.si_signo != signal.SIGCHLD:
             os.kill(child, arrived.si_signo)
-        if parent and not deadline and os.getppid() != parent:
+        if not deadline and not is_parent_there():
             if leaving:
                 with suppress(OSError):
                     leaving()
@@ -195,12 +195,8 @@ def kill_with_descendants(*processes: psutil.Process) -> None:
     _send(signal.SIGKILL, list(processes))
     # an agent without its guard ends them
     end = time.monotonic() + _GONE_S
-    while left := [process for process in started if _is_there(process)]:
+    while left := [process for process in started if is_there(process)]:
         if time.monotonic() > end:
             _send(signal.SIGKILL, left)
             return
         time.sleep(0.02)
-
-
-def _is_there(process: psutil.Process) -> bool:
-    return process.is_running() and is_running(process.pid)

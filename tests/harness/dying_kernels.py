@@ -44,11 +44,12 @@ WORKS = {
     "launch(function)": "launch(lambda: 42, nproc=2)",
     "%%torchrun": "%%torchrun -n 2\n40 + 2",
 }
+SERVER = "multigpu_ft.run.fork_server"
 FAULTS = ("interrupt", "restart", "kernel SIGKILL", "agent SIGKILL")
 
 
-def marked(mark, but=()):
-    "Return the living processes with the trial's mark, which children inherit."
+def marked(mark, but=(), server=False):
+    "Return the living processes with the trial's mark, which children inherit. Of the fork server only if asked."
     found = []
     for process in psutil.process_iter():
         try:
@@ -56,6 +57,7 @@ def marked(mark, but=()):
                 process.pid not in but
                 and process.status() != psutil.STATUS_ZOMBIE
                 and process.environ().get(MARKER) == mark
+                and (server or SERVER not in process.cmdline())
             ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -97,9 +99,10 @@ class Trial:
             os.kill(self.kernel.pid, signal.SIGKILL)
         else:
             agent.kill()
-        while left := marked(
-            self.mark, {*self.own, self.kernel.pid, *(p.pid for p in psutil.Process().children())}
-        ):
+        # the fork server ends with its kernel
+        server = name in ("restart", "kernel SIGKILL")
+        but = {*self.own, self.kernel.pid, *(p.pid for p in psutil.Process().children())}
+        while left := marked(self.mark, but, server):
             if time.monotonic() - begun > 30:
                 return {"left": len(left)}
             time.sleep(0.02)
@@ -107,7 +110,7 @@ class Trial:
 
     def end(self):
         self.kernel.shutdown()
-        for process in marked(self.mark):
+        for process in marked(self.mark, server=True):
             process.kill()
 
 

@@ -72,7 +72,8 @@ class Leftovers:
         found = []
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.pid not in self._known and process.status() != psutil.STATUS_ZOMBIE:
+                gone = process.status() == psutil.STATUS_ZOMBIE
+                if process.pid not in self._known and not gone and not _is_own_server(process):
                     found.append(process)
         return found
 
@@ -87,6 +88,12 @@ class Leftovers:
             if process.pid not in self._known:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
+
+
+def _is_own_server(process):
+    "Return whether this is the fork server of the process that looks."
+    words = process.cmdline()
+    return "multigpu_ft.run.fork_server" in words and words[5] == str(os.getpid())
 
 
 def end(way, kernel, run_dir):

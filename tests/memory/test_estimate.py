@@ -91,11 +91,11 @@ def little(tmp_path_factory):
     )
 
 
-def start_agent_without_smi(run_dir):
+def start_agent_without_smi(run_dir, warm):
     "Start the agent of `run_dir` where GPUs are hidden, unlike in this process."
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return start_agent(run_dir)
+        return start_agent(run_dir, warm=warm)
 
 
 def fake_smi(tmp_path, monkeypatch, gpus, processes="", listed="", about=""):
@@ -590,7 +590,7 @@ def test_launch_refuses_a_run_that_cannot_fit(two_t4, tmp_path, little):
 def test_launch_says_that_a_model_is_too_large_for_a_cpu(tmp_path, monkeypatch, capfd):
     "Before anything starts, and as a remark only: the user decides."
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
-    monkeypatch.setattr("multigpu_ft.launcher.api.start_agent", lambda run_dir: 1 / 0)
+    monkeypatch.setattr("multigpu_ft.launcher.api.start_agent", lambda run_dir, warm: 1 / 0)
     data = tmp_path / "x.jsonl"
     data.write_text('{"text": "some words"}\n' * 640)
     cfg = RunConfig.preset(
