@@ -23,7 +23,7 @@ help:
 install: .venv/installed
 .venv/installed: .venv/base
 	@echo 'all that tests and notebooks need: this takes some minutes'
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,cloud]'
 	@touch $@
 
 # SkyPilot wants a click that huggingface_hub and wandb have left behind, so its tests ask an environment of its own
@@ -72,7 +72,7 @@ OLDEST := $(shell sed -n 's/^requirements = torch>=\([0-9.]*\) .*/\1/p' settings
 .venv/oldest/installed: .venv/installed
 	$(PYTHON) -m venv .venv/oldest
 	grep -v '^torch==' constraints.txt > .venv/oldest/constraints.txt
-	.venv/oldest/bin/pip install --quiet --constraint .venv/oldest/constraints.txt 'torch==$(OLDEST).*' --editable '.[dev]'
+	.venv/oldest/bin/pip install --quiet --constraint .venv/oldest/constraints.txt 'torch==$(OLDEST).*' --editable '.[dev,cloud]'
 	@touch $@
 
 test-oldest: .venv/oldest/installed

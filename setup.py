@@ -56,6 +56,7 @@ setup(
         name: cfg[f"{name}_requirements"].split()
         for name in (
             "dev",
+            "cloud",
             "quantization",
             "deepspeed",
             "tracking",

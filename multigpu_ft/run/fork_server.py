@@ -173,20 +173,23 @@ def _custom_start() -> str | None:
     return None
 
 
-def _unfit(forks: set[int]) -> str | None:
-    "Return why this process, which has started only `forks`, must not be forked; None if it may."
+def _never_fit() -> str | None:
+    "Return why a fork can't be a cold start in this environment, whatever is imported; None if it can."
     if path := _custom_start():
         return f"Python runs {path} in each process it starts, which would not be so in a fork"
-    threads, children = os.listdir("/proc/self/task"), psutil.Process().children()
-    if len(threads) != 1 or any(child.pid not in forks for child in children):
-        return "a module has started threads or processes when it was imported"
     if backends := importlib.metadata.entry_points(group="torch.backends"):
         return f"torch has a plug-in for other devices, {next(iter(backends)).name}"
-    if _fork_is_bad():
-        return "a module has used CUDA when it was imported"
     if _title_room() < _TITLE_BYTES:
         return "this system doesn't tell where a process's command line is"
     return None
+
+
+def _unfit(forks: set[int]) -> str | None:
+    "Return why this process, which has started only `forks`, must not be forked; None if it may."
+    threads, children = os.listdir("/proc/self/task"), psutil.Process().children()
+    if len(threads) != 1 or any(child.pid not in forks for child in children):
+        return "a module has started threads or processes when it was imported"
+    return "a module has used CUDA when it was imported" if _fork_is_bad() else None
 
 # %% ../../nbs/run/17_fork_server.ipynb #e4fdb61d
 _TITLE_BYTES = 4096
@@ -463,7 +466,8 @@ class _Server:
     def __init__(self, inbox: _Inbox, modules: list[str], nice: int) -> None:
         self._inbox, self._modules, self._nice = inbox, modules, nice
         self._environment, self._begun = dict(os.environ), time.time_ns()
-        self._children, self._stage, self._unfit = _Children(), 0, None
+        self._children, self._stage, self._unfit = _Children(), 0, _never_fit()
+        self._imported = Imported.now(self._environment)
         # numpy would start threads, and the driver tells the number of GPUs without CUDA
         os.environ |= {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -472,12 +476,13 @@ class _Server:
 
         What was forked may last longer, and the kernel hears of its end."""
         while self._children or not self._is_idle():
-            if self._stage < self._inbox.stage and not self._inbox.is_over:
+            if self._stage < self._inbox.stage and not self._unfit and not self._inbox.is_over:
                 self._import_next()
             else:
                 self._inbox.look(_LOOK_EVERY_S)
             self._children.report_ended()
-            for request, (control, *files) in self._inbox.take(self._stage):
+            stage = len(self._modules) if self._unfit else self._stage
+            for request, (control, *files) in self._inbox.take(stage):
                 self._answer(request, socket.socket(fileno=control), files)
 
     def _is_idle(self) -> bool:
@@ -496,10 +501,12 @@ class _Server:
         self._stage += 1
         gc.collect()
         gc.freeze()  # a collection in a fork would copy the memory that all share
+        with suppress(AttributeError):  # glibc's
+            ctypes.CDLL(None).malloc_trim(0)
         self._imported = Imported.now(self._environment)
         if max(stamp[0] for stamp in self._imported.files.values() if stamp) > self._begun:
             errors.append("a module has changed while it was imported")
-        self._unfit = self._unfit or (errors[0] if errors else _unfit(self._children.pids()))
+        self._unfit = errors[0] if errors else _unfit(self._children.pids())
 
     def _answer(self, request: dict[str, Any], control: socket.socket, files: list[int]) -> None:
         "Fork, or refuse and be of no more use."

@@ -29,7 +29,7 @@ missing = [
     for name in ("sagemaker.train", "moto.server")
     if importlib.util.find_spec(name.partition(".")[0]) is None
 ]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed")
+pytestmark = pytest.mark.skipif(bool(missing), reason="needs pip install -e '.[cloud]'")
 
 
 @pytest.fixture(scope="module")
