@@ -79,11 +79,15 @@ def _stamp(path: str) -> _Stamp | None:
     return found.st_mtime_ns, 0 if os.path.isdir(path) else found.st_size
 
 
-def _imported_files() -> dict[str, _Stamp | None]:
+def _imported_files(begun_ns: int) -> dict[str, _Stamp | None]:
+    """Return the stamps of what was imported since `begun_ns`.
+
+    A file that has changed since then gets none: the old one may have been imported, or the new one."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     packages = {p for p in sys.path if p.endswith(_PACKAGES)}
     paths = {p for p in files if p and os.path.isabs(p)} | packages | {sys.executable}
-    return {path: _stamp(path) for path in sorted(paths)}
+    stamps = {path: _stamp(path) for path in sorted(paths)}
+    return {path: s if s and s[0] < begun_ns else None for path, s in stamps.items()}
 
 
 def _places() -> dict[str, str]:
@@ -121,13 +125,14 @@ class Imported:
     sees_gpus: bool
 
     @classmethod
-    def now(cls, environment: dict[str, str]) -> "Imported":
-        "Return what this process has imported, with the `environment` it was started in."
+    def now(cls, environment: dict[str, str], begun_ns: int) -> "Imported":
+        "Return what this process has imported since it was started with this `environment`."
         folder, places = os.getcwd(), _places()
         uses_folder = folder in places.values() and folder not in sys.path[1:]
         torch = sys.modules.get("torch")
         sees_gpus = bool(torch and torch.cuda.is_available())
-        return cls(environment, _imported_files(), places, folder, uses_folder, sees_gpus)
+        files = _imported_files(begun_ns)
+        return cls(environment, files, places, folder, uses_folder, sees_gpus)
 
     def difference(self, environment: dict[str, str], folder: str) -> str | None:
         """Return why a process started now, in `folder` and with `environment`, could import other
@@ -467,7 +472,7 @@ class _Server:
         self._inbox, self._modules, self._nice = inbox, modules, nice
         self._environment, self._begun = dict(os.environ), time.time_ns()
         self._children, self._stage, self._unfit = _Children(), 0, _never_fit()
-        self._imported = Imported.now(self._environment)
+        self._imported = Imported.now(self._environment, self._begun)
         # numpy would start threads, and the driver tells the number of GPUs without CUDA
         os.environ |= {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -503,9 +508,7 @@ class _Server:
         gc.freeze()  # a collection in a fork would copy the memory that all share
         with suppress(AttributeError):  # glibc's
             ctypes.CDLL(None).malloc_trim(0)
-        self._imported = Imported.now(self._environment)
-        if max(stamp[0] for stamp in self._imported.files.values() if stamp) > self._begun:
-            errors.append("a module has changed while it was imported")
+        self._imported = Imported.now(self._environment, self._begun)
         self._unfit = errors[0] if errors else _unfit(self._children.pids())
 
     def _answer(self, request: dict[str, Any], control: socket.socket, files: list[int]) -> None:

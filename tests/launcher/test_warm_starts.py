@@ -162,7 +162,7 @@ def test_a_file_that_hides_a_module_makes_a_start_cold(tmp_path, monkeypatch):
 
 def test_what_was_imported_is_compared_with_what_is_there(tmp_path):
     (tmp_path / "mine.py").write_text("number = 1\n")
-    imported = fork_server.Imported.now(dict(os.environ))
+    imported = fork_server.Imported.now(dict(os.environ), time.time_ns())
     imported.files[str(tmp_path / "mine.py")] = fork_server._stamp(str(tmp_path / "mine.py"))
     here = (dict(os.environ), imported.folder)
     assert imported.difference(*here) is None
@@ -170,6 +170,8 @@ def test_what_was_imported_is_compared_with_what_is_there(tmp_path):
     assert f"{tmp_path}/mine.py has changed" in imported.difference(*here)
     (tmp_path / "mine.py").unlink()
     assert f"{tmp_path}/mine.py has changed" in imported.difference(*here)
+    earlier = fork_server.Imported.now(dict(os.environ), 0)
+    assert "has changed" in earlier.difference(*here), "what changed while it was imported"
 
 
 def asked(tmp_path, code, module):
