@@ -71,12 +71,14 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 
 def _stamp(path: str) -> _Stamp | None:
-    "Return time and size of a file, the time of a folder; None if there is no such file."
+    "Return time and size of a file, no time and the names in a folder; None if it isn't there."
     try:
+        if os.path.isdir(path):  # importing a module may add the folder of compiled ones
+            return 0, hash(tuple(sorted({*os.listdir(path)} - {"__pycache__"})))
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, 0 if os.path.isdir(path) else found.st_size
+    return found.st_mtime_ns, found.st_size
 
 
 def _imported_files(begun_ns: int) -> dict[str, _Stamp | None]:
