@@ -114,8 +114,6 @@ def launch(
     each rank.
 
     With `warm`, processes are forked from one that has imported torch, see `run.fork_server`."""
-    if warm:
-        warm_up(2 if isinstance(what, RunConfig) else 1, urgent=True)
     if isinstance(what, RunConfig):
         if args or nproc is not None:
             raise ConfigError(
@@ -126,6 +124,8 @@ def launch(
         wait = not detach if wait is None else wait
         try:
             node = find_node(cfg, node_rank, rdzv)
+            if warm and not node:
+                warm_up(urgent=True)
             return _launch_run(cfg, wait, detach, panel, force, node, warm)
         except OSError as error:
             if error.errno == errno.ENOSPC:
@@ -135,6 +135,8 @@ def launch(
                 )
             raise briefly(error) from None
     _check_call(what, detach or wait is False, (nnodes, node_rank, rdzv) != (None, None, None))
+    if warm:
+        warm_up(stage=1, urgent=True)
     if callable(what):
         return call(what, args, nproc, warm=warm)
     return call(run_script, (str(what), *args), nproc, warm=warm)
@@ -200,11 +202,7 @@ def _launch_run(
     (run_dir.path / PLAN_FILE).unlink(missing_ok=True)
     if plan:
         write_json(run_dir.path / PLAN_FILE, plan)
-    others = range(1, cfg.nnodes) if node and not node.rank else ()
-    commands = [
-        f"on node {other}: {node_command(run_dir.config().replace(run_root=cfg.run_root), other, node.rdzv)}"
-        for other in others
-    ]
+    commands = _commands_of_others(run_dir.config().replace(run_root=cfg.run_root), node)
     taken = _name_is_taken(cfg, run_dir, origin.same_run)
     lines = [origin.words, *remarks, *taken, *commands]
     say("\n".join(f"{run_dir.name}: {line}" for line in lines))
@@ -217,10 +215,7 @@ def _launch_run(
         session_end=session_end(),
         resumed_revision=origin.revision,
     )
-    if node:
-        agent = start_supervisor(run_dir, node, warm)
-    else:
-        agent = start_agent(run_dir, warm=warm)
+    agent = start_supervisor(run_dir, node, warm) if node else start_agent(run_dir, warm=warm)
     run = Run(run_dir, agent)
     try:
         run_dir.update_status(pids={**parent, "agent": agent.pid})
@@ -331,6 +326,12 @@ def _find_start(cfg: RunConfig, end_idx: int | None, num_rows: int | None) -> _S
     if same_run and same_run.name == whose:
         return _Start(f"resumes from its checkpoint {newest.name}", remarks, None, same_run)
     return _Start(f"{what} checkpoint {newest.name} of {whose}", remarks, None, same_run)
+
+
+def _commands_of_others(cfg: RunConfig, node: Node | None) -> list[str]:
+    "Return what to run on the other machines, if this is the first of several."
+    others = range(1, cfg.nnodes) if node and not node.rank else ()
+    return [f"on node {other}: {node_command(cfg, other, node.rdzv)}" for other in others]
 
 
 def _name_is_taken(cfg: RunConfig, run_dir: RunDir, same_run: RunDir | None) -> list[str]:

@@ -144,6 +144,6 @@ def start_supervisor(node_dir: RunDir, node: Node, warm: bool = True) -> Started
         str(node.rank),
         "--rdzv",
         node.rdzv,
-        warm=warm,
+        warm=False,  # it imports no torch; its agents are forks of a server of its own
         environment=environment_here() | ({} if warm else {WARM_VARIABLE: "0"}),
     )

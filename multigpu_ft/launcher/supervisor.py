@@ -631,7 +631,8 @@ def main() -> None:
     node_dir = asked.run_dir.of_node(asked.node_rank)
     if launcher := node_dir.status().get("pids", {}).get("launcher"):
         watch_parent(launcher, _ORPHAN_GRACE_S)
-    warm_up()
+    if not asked.node_rank:  # it may wait long for the others
+        warm_up()
     try:
         supervisor = (
             Follower(node_dir, asked.node_rank, asked.rdzv)
