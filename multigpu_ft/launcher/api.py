@@ -113,7 +113,8 @@ def launch(
     `launcher.functions.call`. With the path of a script, do what `python script args` does on
     each rank.
 
-    With `warm`, processes are forked from one that has imported torch, see `run.fork_server`."""
+    With `warm`, processes are forked from one that has imported torch, see `run.fork_server`;
+    while that is still importing, only a launch that waits waits for it."""
     if isinstance(what, RunConfig):
         if args or nproc is not None:
             raise ConfigError(
@@ -125,7 +126,7 @@ def launch(
         try:
             node = find_node(cfg, node_rank, rdzv)
             if warm and not node:
-                warm_up(urgent=True)
+                warm_up(urgent=wait)
             return _launch_run(cfg, wait, detach, panel, force, node, warm)
         except OSError as error:
             if error.errno == errno.ENOSPC:
@@ -215,7 +216,10 @@ def _launch_run(
         session_end=session_end(),
         resumed_revision=origin.revision,
     )
-    agent = start_supervisor(run_dir, node, warm) if node else start_agent(run_dir, warm=warm)
+    if node:
+        agent = start_supervisor(run_dir, node, warm)
+    else:
+        agent = start_agent(run_dir, warm=warm, patient=wait)
     run = Run(run_dir, agent)
     try:
         run_dir.update_status(pids={**parent, "agent": agent.pid})

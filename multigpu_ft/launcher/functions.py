@@ -73,17 +73,20 @@ def start_agent(
     module: str = "multigpu_ft.launcher.agent",
     *words: str,
     warm: bool = True,
+    patient: bool = True,
     stage: int = 2,
     environment: dict[str, str] | None = None,
 ) -> Started:
     """Start torchrun's agent for a run or a call, or another `module`, in its own session.
 
     An interrupt of the kernel does not reach it. What `run.ask` holds in memory is given back.
-    With `warm` it is forked if it can be; for `stage` and `environment` see `start_process`."""
+    With `warm` it is forked if it can be; for the rest see `start_process`."""
     end_answering()
     with open(run_dir.log_file("agent"), "w") as log:
         words = (*words, str(run_dir.main.path))
-        return start_process(module, words, log, warm=warm, stage=stage, environment=environment)
+        return start_process(
+            module, words, log, warm=warm, patient=patient, stage=stage, environment=environment
+        )
 
 # %% ../../nbs/launcher/02_functions.ipynb #5d383a47
 _FLOOD = 1_000_000  # bytes of a rank that a cell shows at once; of more it shows the end

@@ -25,7 +25,8 @@ import sysconfig
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -233,18 +234,33 @@ def _asked_threads(environment: dict[str, str]) -> str:
     return environment.get("OMP_NUM_THREADS", "").partition(",")[0]
 
 
+@contextmanager
+def _without_sigterm() -> Iterator[None]:
+    "Start threads that don't receive SIGTERM, as the main thread is to receive it."
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_blas_threads(environment: dict[str, str]) -> None:
     "Have numpy compute in as many threads as the variables say."
     asked = environment.get("OPENBLAS_NUM_THREADS", _asked_threads(environment))
     count = int(asked) if asked.isdigit() else len(os.sched_getaffinity(0))
     paths = {line.split()[-1] for line in Path("/proc/self/maps").open() if "openblas" in line}
-    # a thread that doesn't block SIGTERM would receive it in place of the main thread
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    for library in map(ctypes.CDLL, sorted(paths) if count > 1 else ()):
-        for name in _BLAS:
-            with suppress(AttributeError):
-                getattr(library, name)(count)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with _without_sigterm():
+        for library in map(ctypes.CDLL, sorted(paths) if count > 1 else ()):
+            for name in _BLAS:
+                with suppress(AttributeError):
+                    getattr(library, name)(count)
+
+
+def _set_torch_threads(environment: dict[str, str]) -> None:
+    "Have torch, if it is imported, compute in as many threads as the variable says."
+    if (count := _asked_threads(environment)).isdigit() and "torch" in sys.modules:
+        with _without_sigterm():  # it starts threads at once
+            sys.modules["torch"].set_num_threads(int(count))
 
 
 def _set_random() -> None:
@@ -278,8 +294,7 @@ def run_module(module: str, words: list[str], environment: dict[str, str]) -> No
     sys.argv, sys.path[0] = [module, *words], os.getcwd()
     importlib.invalidate_caches()
     _set_random()
-    if (count := _asked_threads(environment)).isdigit() and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(int(count))
+    _set_torch_threads(environment)
     if not hasattr(sys.modules.get(module), "__path__"):
         sys.modules.pop(module, None)  # the copy that is called __main__ is the only one
     code = 0
@@ -453,6 +468,11 @@ class _Inbox:
         self.requests = [asked for asked in self.requests if asked not in found]
         return found
 
+    def tell(self, stage: int) -> None:
+        "Tell the kernel that the first `stage` modules are imported."
+        with suppress(OSError):  # it has ended
+            self._connection.send(bytes([stage]))
+
     def close(self) -> None:
         self._connection.close()
 
@@ -512,6 +532,7 @@ class _Server:
             ctypes.CDLL(None).malloc_trim(0)
         self._imported = Imported.now(self._environment, self._begun)
         self._unfit = errors[0] if errors else _unfit(self._children.pids())
+        self._inbox.tell(self._stage)
 
     def _answer(self, request: dict[str, Any], control: socket.socket, files: list[int]) -> None:
         "Fork, or refuse and be of no more use."

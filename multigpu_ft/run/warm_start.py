@@ -126,10 +126,17 @@ class _Client:
             start_new_session=True,
         )
         theirs.close()
-        self.pid, self._stage = self._process.pid, 0
+        self.pid, self._stage, self._ready = self._process.pid, 0, 0
 
     def is_running(self) -> bool:
         return self._process.poll() is None
+
+    def is_ready(self, stage: int) -> bool:
+        "Return whether the server has imported its first `stage` modules."
+        with suppress(OSError):  # nothing new
+            if told := self._connection.recv(len(_MODULES), socket.MSG_DONTWAIT):
+                self._ready = told[-1]
+        return self._ready >= stage
 
     def prepare(self, stage: int) -> None:
         "Have the server import its first `stage` modules."
@@ -196,12 +203,16 @@ class _Starts:
         mine = self._client if self._owner == os.getpid() else None
         return mine if mine and mine.is_running() else None
 
-    def fork(self, request: dict[str, Any], files: Sequence[int]) -> ForkedProcess:
-        "Return a fork. Raises `Cold` if a cold start would be something else; the next may be warm again."
+    def fork(self, request: dict[str, Any], files: Sequence[int], patient: bool) -> ForkedProcess:
+        """Return a fork. Raises `Cold` if a cold start would be something else, or a server that is
+        still importing is not to be waited for; the next may be warm again."""
         with self._lock:
             if why := self.why_unfit():
                 raise Cold(why)
-            client = self.client(nice=0)
+            client = self.client(0 if patient else _NICE)
+            if not patient and not client.is_ready(request["stage"]):
+                client.prepare(request["stage"])
+                raise Cold("the fork server is still importing, and this start was not to wait")
             try:
                 return client.start(request, files)
             except Unfit as error:
@@ -255,14 +266,15 @@ def start_process(
     environment: dict[str, str] | None = None,
     keep: Sequence[int] = (),
     warm: bool = True,
+    patient: bool = True,
     stage: int = len(_MODULES),
 ) -> Started:
     """Start `python -m module words` in a session of its own.
 
     It prints to the file `output`, with `errors` None its errors too, reads from `given`, and
     has the open files numbered `keep`. With `warm` it is forked, unless a cold start would differ;
-    then the first line of its errors says why it was cold. With `stage` 1, it doesn't wait until
-    the server has imported more than torch."""
+    then the first line of its errors says why it was cold. Unless `patient`, that is so while the
+    server is still importing. With `stage` 1, the server need not have imported more than torch."""
     environment = environment_here() if environment is None else environment
     with open(os.devnull, "rb") as nothing:
         given, errors = given or nothing, errors or output
@@ -270,7 +282,8 @@ def start_process(
             files = [*(file.fileno() for file in (given, output, errors)), *keep]
             try:
                 request = request_for(module, list(words), environment)
-                return _starts.fork({**request, "keep": list(keep), "stage": stage}, files)
+                request |= {"keep": list(keep), "stage": stage}
+                return _starts.fork(request, files, patient)
             except (Cold, FileNotFoundError) as why:  # the current folder may be gone
                 os.write(errors.fileno(), f"cold start: {why}\n".encode())
         return subprocess.Popen(

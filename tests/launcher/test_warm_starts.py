@@ -18,7 +18,7 @@ import pytest
 from harness.notebooks import Kernel
 from harness.runs import until
 
-from multigpu_ft import ConfigError, RunConfig, RunFailed, doctor, launch
+from multigpu_ft import ConfigError, RunConfig, RunDir, RunFailed, doctor, launch
 from multigpu_ft.run import fork_server, warm_start
 from multigpu_ft.run.processes import is_there
 
@@ -263,11 +263,29 @@ def test_the_server_ends_with_its_kernel(tmp_path, last):
 def test_a_run_outlives_its_kernel_and_server_if_it_may(tmp_path):
     code = (
         "from multigpu_ft import RunConfig, launch\n"
-        f"launch(RunConfig.preset('tiny').replace(run_root={str(tmp_path)!r}, end_idx=48, nproc=1), detach=True)"
+        f"cfg = RunConfig.preset('tiny').replace(run_root={str(tmp_path)!r}, end_idx=48, nproc=1)\n"
+        "launch(cfg.replace(run_name='before', end_idx=16))\n"
+        "launch(cfg.replace(run_name='after', resume_file='none'), detach=True)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
-    status = next(tmp_path.glob("*/status.json"))
+    status = tmp_path / "after" / "status.json"
     until(lambda: json.loads(status.read_text())["state"] == "done", 60, "the run's end")
+    assert not RunDir(tmp_path / "after").log_file("agent").read_text().startswith("cold start")
+
+
+def test_a_launch_that_returns_at_once_does_not_wait_for_the_server(tmp_path, monkeypatch):
+    starts = warm_start._Starts()
+    monkeypatch.setattr(warm_start, "_starts", starts)
+    cfg = RunConfig.preset("tiny").replace(run_root=str(tmp_path), end_idx=16, nproc=1)
+    first = launch(cfg, wait=False)
+    assert not starts.running().is_ready(2), "it was waited for"
+    log = first.dir.log_file("agent").read_text()
+    assert log.startswith("cold start: the fork server is still importing, and this start was not")
+    assert first.wait().state == "done"
+    until(lambda: starts.running().is_ready(2), 60, "the end of the imports")
+    second = launch(cfg.replace(resume_file="none"), wait=False).wait()
+    assert not second.dir.log_file("agent").read_text().startswith("cold start")
+    starts.running().close()
 
 
 def test_a_second_thread_may_launch_while_the_first_waits():

@@ -91,11 +91,11 @@ def little(tmp_path_factory):
     )
 
 
-def start_agent_without_smi(run_dir, warm):
+def start_agent_without_smi(run_dir, **how):
     "Start the agent of `run_dir` where GPUs are hidden, unlike in this process."
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return start_agent(run_dir, warm=warm)
+        return start_agent(run_dir, **how)
 
 
 def fake_smi(tmp_path, monkeypatch, gpus, processes="", listed="", about=""):
