@@ -31,7 +31,8 @@ from .display.preview import preview_html
 from .launcher.api import launch
 from .launcher.commands import flag_words, papermill_words, recipe_here
 from .launcher.run import Run
-from .memory.api import estimate, too_slow_here
+from .memory.api import estimate_with, too_slow_here
+from .memory.fit import Simulations, simulations
 from multigpu_ft.run.config import (
     PRESET_NEEDS,
     PRESETS,
@@ -602,9 +603,9 @@ _ESTIMATE_AFTER_S = 0.6  # without a keystroke
 _estimating = threading.Lock()  # an estimate keeps a core busy, so all forms take turns
 
 
-def _memory_words(cfg: RunConfig) -> str:
+def _memory_words(ask: Simulations, cfg: RunConfig) -> str:
     try:
-        found = estimate(cfg)
+        found = estimate_with(ask, cfg)
         return " ".join([found.line, *(f"Nearest: {remedy}." for remedy in found.remedies[:1])])
     except Exception as error:  # a form without an estimate is still a form
         return f"no estimate: {hide_secrets(str(error))}"
@@ -616,6 +617,7 @@ class _MemoryLine:
     def __init__(self, layout: w.Layout) -> None:
         self.html = w.HTML(layout=layout)
         self._newest: RunConfig | None = None
+        self._asked: Simulations | None = None  # for an older configuration
         self._lock = threading.Lock()  # keystrokes come in one thread, estimates in another
         self._timer = threading.Timer(0, lambda: None)
 
@@ -628,6 +630,8 @@ class _MemoryLine:
                 return
             self._newest = cfg
             self._timer.cancel()
+            if self._asked:
+                self._asked.stop()
             if cfg is None:
                 set_if_new(self.html, _fine("memory: estimated once what is marked ✗ is fixed"))
                 return
@@ -637,11 +641,14 @@ class _MemoryLine:
             set_if_new(self.html, _fine("memory: estimating ..."))
 
     def _estimate(self, cfg: RunConfig) -> None:
-        with _estimating:
-            if cfg != self._newest:
-                return
-            words = _memory_words(cfg)
+        with _estimating, simulations() as ask:
+            with self._lock:
+                if cfg != self._newest:
+                    return
+                self._asked = ask
+            words = _memory_words(ask, cfg)
         with self._lock:
+            self._asked = None
             if cfg == self._newest:
                 set_if_new(self.html, _fine(f"memory: {words}"))
 

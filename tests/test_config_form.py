@@ -612,7 +612,7 @@ def test_an_estimate_appears_when_typing_pauses(monkeypatch):
     f._build()
     asked = []
 
-    def estimate(cfg):
+    def estimate(ask, cfg):
         asked.append(cfg.batch_size)
         if cfg.batch_size == 99:
             raise ValueError("no such model")
@@ -621,7 +621,7 @@ def test_an_estimate_appears_when_typing_pauses(monkeypatch):
         )
 
     monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 0.6)
-    monkeypatch.setattr(config_form, "estimate", estimate)
+    monkeypatch.setattr(config_form, "estimate_with", estimate)
     for text in ("1", "12", "123"):
         f.inputs["batch_size"].value = text
     assert "estimating" in shown(f._widgets.memory.html) and not asked
@@ -646,7 +646,7 @@ def test_an_estimate_appears_when_typing_pauses(monkeypatch):
 def test_several_forms_estimate_one_after_the_other(monkeypatch):
     running, at_once = [], []
 
-    def estimate(cfg):
+    def estimate(ask, cfg):
         running.append(cfg)
         time.sleep(1)
         at_once.append(len(running))
@@ -654,7 +654,7 @@ def test_several_forms_estimate_one_after_the_other(monkeypatch):
         return SimpleNamespace(line=f"{cfg.batch_size} GB.", remedies=[])
 
     monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 0)
-    monkeypatch.setattr(config_form, "estimate", estimate)
+    monkeypatch.setattr(config_form, "estimate_with", estimate)
     forms = [form(RunConfig(batch_size=size)) for size in (1, 2, 3)]
     for f in forms:
         f._build()
@@ -667,6 +667,26 @@ def test_several_forms_estimate_one_after_the_other(monkeypatch):
         "all estimates",
     )
     assert at_once == [1, 1, 1]
+
+
+def test_an_estimate_is_dropped_when_a_field_changes(monkeypatch):
+    dropped = []
+
+    def estimate(ask, cfg):
+        if cfg.batch_size == 1:
+            until(lambda: ask._is_stopped, 10, "the end of what is out of date")
+            dropped.append(cfg.batch_size)
+            raise ValueError("it was stopped")
+        return SimpleNamespace(line=f"{cfg.batch_size} GB.", remedies=[])
+
+    monkeypatch.setattr(config_form, "_ESTIMATE_AFTER_S", 0)
+    monkeypatch.setattr(config_form, "estimate_with", estimate)
+    f = form(RunConfig(batch_size=1))
+    f._build()
+    until(lambda: f._widgets.memory._asked, 5, "an estimate of the first")
+    f.inputs["batch_size"].value = "2"
+    until(lambda: "memory: 2 GB." in shown(f._widgets.memory.html), 5, "that of the second")
+    assert dropped == [1]
 
 
 def test_outside_a_notebook_the_form_is_text_without_widgets(capsys):

@@ -17,7 +17,7 @@ GUIDES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 KAGGLE = REPO / "kaggle"
 SMALLER = {  # papermill parameters
     "slices": {"end_idx": 600, "hf_repo": "jane/slices"},
-    "chat": {"num_train": 160, "num_held_out": 20, "eval_every": 20},
+    "chat": {"num_train": 160, "num_held_out": 20, "eval_every": 10},
     "sst2": {"num_epochs": 1},
     "evaluation": {"slice_size": 120, "held_out_end": 3030},
     "loop": {

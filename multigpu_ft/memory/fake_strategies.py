@@ -71,6 +71,7 @@ class _Simulated:
 
     tracker: MemoryTracker
     free: float  # bytes of the GPU before the first tensor
+    sizes: list[int] | None  # of the parameters to train, if the model has only few of its blocks
     reduced: float = 0  # bytes all-reduced since this was last set to 0
 
     def renew(self) -> None:
@@ -127,7 +128,12 @@ class _Single(_Simulated, Single):
 
 
 class _FSDP(_Simulated, FSDP):
-    pass
+    to_spare: float  # bytes of half the free memory that a window would leave
+
+    def _choose_window(self, whole: int) -> bool:
+        self.window = False
+        self.to_spare = self.free_memory() / 2 - whole
+        return super()._choose_window(whole)
 
 # %% ../../nbs/memory/02_fake_strategies.ipynb #99b3ff4b
 class _DDP(_Simulated, DDP):
@@ -196,7 +202,7 @@ class _ZeRO12(_Simulated, Single):
             if p.is_floating_point() and p.dtype != self.dtype:
                 p.data = p.data.to(self.dtype)
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        sizes = [p.numel() for p in self._trained]
+        sizes = self.sizes or [p.numel() for p in self._trained]
         self._share, self._bucket = -(-sum(sizes) // self.world.size), bucket_size(sizes)
         self._sums: list[torch.Tensor] = []
         self._apart = _has_own_sums(self.cfg, self.dtype)
@@ -242,7 +248,7 @@ class _ZeRO12(_Simulated, Single):
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         # of one tensor after the other
-        largest = max(p.numel() for p in self._trained)
+        largest = max(self.sizes or [p.numel() for p in self._trained])
         norm = torch.empty(min(self._share, largest), dtype=torch.float64)
         del norm
         if not self._offload:

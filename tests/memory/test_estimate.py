@@ -7,25 +7,27 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.runs import BIN, REPO
+from harness.runs import BIN, REPO, until
 
 from multigpu_ft import ConfigError, ModelError, RunConfig, estimate, launch
 from multigpu_ft.launcher.functions import start_agent
+from multigpu_ft.memory import fit
 from multigpu_ft.memory.api import Estimate, Machine, gpus_here, plan_memory, too_slow_here
 from multigpu_ft.memory.fit import (
     NoEstimate,
     Simulations,
-    _guess,
     decide,
     lighter,
     remedies,
     simulations,
 )
+from multigpu_ft.models.shapes import ARCHITECTURES
 from multigpu_ft.run.config import PRESET_NEEDS
 from multigpu_ft.run.environment import GPU, find_gpu
 
@@ -303,23 +305,76 @@ def test_an_estimate_says_if_nothing_fits(little):
         found.fit()
 
 
-@pytest.mark.slow
+QWEN = {
+    **{"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 18},
+}
+WINDOWS = {"model_type": "gemma2", **QWEN}
+EXPERTS = {
+    **{"model_type": "qwen3_moe", **QWEN, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 128, "mlp_only_layers": [0, 1, 2]},
+}
+
+
+def saved(folder, shape):
+    "Save the configuration of a model in `folder`, and return its path."
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(**shape).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize(
-    "changes",
+    "shape, changes",
     [
-        {},
-        {"activation_checkpointing": "full"},
-        {"strategy": "fsdp"},
-        {"tuning": "lora", "quantization": "none"},
+        pytest.param(None, {}, marks=pytest.mark.slow),
+        pytest.param(None, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+        (None, {"strategy": "fsdp"}),
+        pytest.param(None, {"tuning": "lora", "quantization": "none"}, marks=pytest.mark.slow),
+        pytest.param(None, {"strategy": "zero2"}, marks=pytest.mark.slow),
+        (WINDOWS, {"strategy": "fsdp", "activation_checkpointing": 3}),
+        pytest.param(EXPERTS, {"strategy": "fsdp"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: (
+        ", ".join(map(str, value.values())) if value and "model_type" not in value else None
+    ),
+)
+def test_few_blocks_stand_for_all(tmp_path, shape, changes):
+    from multigpu_ft.memory.simulation import simulate
+
+    model = saved(tmp_path, shape) if shape else "facebook/opt-125m"
+    cfg = RunConfig(**{**OPT, "model": model, "accum_steps": 2, "strategy": "ddp", **changes})
+    few, every = (simulate(cfg, T4, 2, whole=whole) for whole in (False, True))
+    torch.distributed.destroy_process_group()  # the simulated one
+    assert few["peaks"] == every["peaks"], "bytes of each category at the peak of each phase"
+    assert few["reserved"] == pytest.approx(every["reserved"], rel=0.002)
+    assert few["seconds"] == pytest.approx(every["seconds"], rel=0.001)
+    sums = ("host", "disk", "parameters", "trainable", "blocks", "parameters_in_blocks", "tokens")
+    for name in (*sums, "communication", "packing", "checkpointed_blocks", "flops_per_token"):
+        assert few[name] == pytest.approx(every[name]) if name in sums else few[name] == every[name]
+
+
+@pytest.mark.parametrize(
+    "shape, changes, few",
+    [
+        ({"model_type": "llama", **QWEN}, {}, (3, 1)),
+        (WINDOWS, {}, (4, 2)),
+        (WINDOWS, {"activation_checkpointing": 3}, None),  # a repetition of 6 is too much of 18
+        ({**WINDOWS, "num_hidden_layers": 40}, {"activation_checkpointing": 3}, (10, 6)),
+        (EXPERTS, {}, (6, 1)),
+        ({**EXPERTS, "mlp_only_layers": [1, 4, 9]}, {}, None),  # irregular
+        ({"model_type": "llama", **QWEN, "num_hidden_layers": 6}, {}, None),
+        ({"model_type": "llama", **QWEN}, {"strategy": "zero3"}, None),
+        ({"model_type": "llama", **QWEN}, {"lora_target_modules": "layers.3.q_proj"}, None),
     ],
 )
-def test_a_guess_from_few_blocks_is_close(ask, changes):
-    cfg = RunConfig(**{**OPT, "model": "facebook/opt-125m", "strategy": "ddp", **changes})
-    assert _guess(ask, cfg, T4, 2).used == pytest.approx(ask_all(ask, cfg), rel=0.02)
+def test_how_few_blocks_stand_for_all(tmp_path, shape, changes, few):
+    from multigpu_ft.memory.simulation import _few_blocks, _read_shape
 
-
-def ask_all(ask, cfg):
-    return max(peak["bytes"] for peak in ask(cfg, T4, 2)["peaks"])
+    cfg = RunConfig(
+        **{**OPT, "model": saved(tmp_path, shape), "strategy": "ddp", "tuning": "lora", **changes}
+    )
+    assert _few_blocks(cfg, _read_shape(cfg)) == few
 
 
 def test_hybrid_sharding_takes_as_much_as_sharding_over_one_node(ask, little):
@@ -431,42 +486,67 @@ def test_a_model_in_a_folder_without_weights(tmp_path):
     )
 
 
-def test_a_guess_from_few_blocks_may_see_another_moment():
-    "In models of few blocks gathering the embedding takes most, and recomputing seems to save nothing."
+def test_all_blocks_are_recomputed_if_no_fewer_suffice():
+    asked = []
 
-    def ask(cfg, gpu, gpus, blocks=None):
-        full = cfg.activation_checkpointing == "full"
-        size = 15.0 if blocks else 13.0 if full else 40.0
-        if not blocks and isinstance(cfg.activation_checkpointing, int):
-            size = 13 + 27 * (1 - 1 / cfg.activation_checkpointing)
+    def ask(cfg, gpu, gpus):
+        asked.append(cfg.activation_checkpointing)
+        size = {"none": 40.0, "full": 13.0}.get(asked[-1])
+        if size is None:
+            size = 13 + 27 * (1 - 1 / asked[-1])
         peaks = [{"phase": "later step", "bytes": size * 2**30}]
-        return {"peaks": peaks, "reserved": size * 2**30, "of_blocks": 64, "seconds": None}
+        return {"peaks": peaks, "reserved": size * 2**30, "seconds": None}
 
     cfg = RunConfig(strategy="ddp", dtype="fp16")
     found = decide(ask, cfg, find_gpu("T4"), 2)
-    assert found.fits and found.cfg.activation_checkpointing == "full"
+    assert found.fits and found.cfg.activation_checkpointing == "full" and asked[0] == "none"
+
+
+def test_ddp_is_not_simulated_where_the_weights_alone_are_too_much():
+    asked = []
+
+    def ask(cfg, gpu, gpus):
+        asked.append(cfg.strategy)
+        return {
+            "peaks": [{"phase": "later step", "bytes": 2**30}],
+            "reserved": 2**30,
+            "seconds": None,
+        }
+
+    cfg = RunConfig(model="facebook/opt-1.3b", dataset="none/none")
+    assert decide(ask, cfg, find_gpu("T4"), 2).cfg.strategy == "fsdp" and asked == ["fsdp"]
+    assert decide(ask, cfg.replace(tuning="lora"), find_gpu("T4"), 2).cfg.strategy == "ddp"
+    assert decide(ask, cfg, find_gpu("H100"), 2).cfg.strategy == "ddp"
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_packed_rows_take_no_mask(dtype):
+def test_packed_rows_take_no_mask(tmp_path, dtype):
     "A block more takes what it takes in buckets, and the results of attention in the order of the rows."
     from multigpu_ft.memory.simulation import simulate
 
     more = {}
+    shape = ARCHITECTURES["facebook/opt-125m"]
+    models = [saved(tmp_path / str(n), {**shape, "num_hidden_layers": n}) for n in (2, 6)]
     for packing in ("packed", "bucketed"):
-        cfg = RunConfig(
-            model="facebook/opt-125m",
-            **{"strategy": "single", "dtype": dtype, "batch_size": 2, "max_length": 1024},
-            packing=packing,
-            activation_checkpointing="none",
-        )
         few, many = (
             next(
                 peak["categories"]["activations"]
-                for peak in simulate(cfg, find_gpu("T4"), 1, blocks)["peaks"]
+                for peak in simulate(
+                    RunConfig(
+                        **{"model": model, "packing": packing, "activation_checkpointing": "none"},
+                        **{
+                            "strategy": "single",
+                            "dtype": dtype,
+                            "batch_size": 2,
+                            "max_length": 1024,
+                        },
+                    ),
+                    find_gpu("T4"),
+                    1,
+                )["peaks"]
                 if peak["phase"] == "later step"
             )
-            for blocks in (2, 6)
+            for model in models
         )
         more[packing] = (many - few) / 4
     torch.distributed.destroy_process_group()  # the simulated one
@@ -498,7 +578,7 @@ def test_the_loss_takes_its_weights_gradient_once():
 @pytest.mark.slow
 def test_answers_outlive_the_process(monkeypatch):
     cfg, t4 = RunConfig(strategy="ddp", **SMALL), find_gpu("T4")
-    with simulations() as ask:
+    with simulations(keep=False) as ask:
         first = ask(cfg, t4, 2)
         process = ask._worker.process
         assert ask.asked in (0, 1)
@@ -512,6 +592,48 @@ def test_answers_outlive_the_process(monkeypatch):
             ask._worker.process.kill()
             ask._worker.process.wait()
             ask(cfg.replace(max_length=66), t4, 2)
+
+
+def test_the_process_is_kept_for_the_next_estimate(monkeypatch):
+    spare = fit._Spare()
+    monkeypatch.setattr(fit, "_spare", spare)
+    monkeypatch.setattr(fit, "_KEPT_S", 3.0)
+    cfg, t4 = RunConfig(strategy="ddp", **SMALL), find_gpu("T4")
+    processes = []
+
+    def ask_for(length):
+        with simulations() as ask:
+            ask(cfg.replace(max_length=length), t4, 2)
+            processes.append(ask._worker.process)
+
+    ask_for(70)
+    with pytest.raises(ConfigError), simulations() as ask:
+        raise ConfigError("an answer like another")
+    ask_for(71)
+    assert processes[0] is processes[1] and processes[0].poll() is None
+    monkeypatch.setenv("HF_HOME", "/elsewhere")
+    ask_for(72)
+    assert processes[2] is not processes[1] and processes[1].poll() is not None
+    until(lambda: processes[2].poll() is not None, 10, "the end of the process")
+    with pytest.raises(KeyboardInterrupt), simulations() as ask:
+        ask(cfg.replace(max_length=73), t4, 2)
+        processes.append(ask._worker.process)
+        raise KeyboardInterrupt
+    assert processes[3].poll() is not None
+
+
+def test_an_estimate_can_be_stopped(monkeypatch):
+    monkeypatch.setattr(fit, "_spare", fit._Spare())
+    cfg, t4 = RunConfig(**OPT, strategy="ddp"), find_gpu("T4")
+    with simulations() as ask, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, cfg.replace(max_length=509), t4, 2)
+        until(lambda: ask._worker.process, 10, "a process that simulates")
+        ask.stop()
+        with pytest.raises(NoEstimate):
+            waiting.result(10)
+        with pytest.raises(NoEstimate, match="stopped"):
+            ask(cfg.replace(max_length=508), t4, 2)
+    assert ask._worker.process is None
 
 
 def test_the_kernel_side_imports_no_torch():
@@ -590,7 +712,7 @@ def test_launch_refuses_a_run_that_cannot_fit(two_t4, tmp_path, little):
 def test_launch_says_that_a_model_is_too_large_for_a_cpu(tmp_path, monkeypatch, capfd):
     "Before anything starts, and as a remark only: the user decides."
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
-    monkeypatch.setattr("multigpu_ft.launcher.api.start_agent", lambda run_dir, warm: 1 / 0)
+    monkeypatch.setattr("multigpu_ft.launcher.api.start_agent", lambda run_dir, **how: 1 / 0)
     data = tmp_path / "x.jsonl"
     data.write_text('{"text": "some words"}\n' * 640)
     cfg = RunConfig.preset(
