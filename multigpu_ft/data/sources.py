@@ -125,14 +125,25 @@ def _damaged(path: Path, error: Exception) -> DataError:
     )
 
 
+def _row_groups(file: Any, start: int, end: int) -> tuple[list[int], int]:
+    "Return the groups of a Parquet file that have rows `start` to `end`, and the first row in them."
+    groups, first, row = [], 0, 0
+    for number in range(file.metadata.num_row_groups):
+        after = row + file.metadata.row_group(number).num_rows
+        if row < end and after > start:
+            first = first if groups else row
+            groups.append(number)
+        row = after
+    return groups, first
+
+
 def _read_parquet(path: Path, start: int, end: int) -> Iterator[tuple[int | None, dict]]:
     import pyarrow
 
-    row = 0
+    file = _parquet(path)
+    groups, row = _row_groups(file, start, end)
     try:
-        for batch in _parquet(path).iter_batches():
-            if row >= end:
-                break
+        for batch in file.iter_batches(row_groups=groups):
             if row + len(batch) > start:
                 batch.validate(full=True)
                 yield from (
