@@ -262,7 +262,7 @@ class _Clock:
         first = result[0] if isinstance(result, list | tuple) and result else result
         # another type has run other operations inside
         key = getattr(self.fake, "newest", None) if type(first) is FakeTensor else None
-        if key is None:
+        if key is None or key[0] is not func:
             self.computing += self._seconds(func, args, kwargs, result)
             return
         if key not in self._known:
