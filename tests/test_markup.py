@@ -343,12 +343,12 @@ def test_the_form_shows_what_is_typed_and_refused_as_text(monkeypatch):
     def refuse(*arguments):
         raise ConfigError(MARKER)
 
-    def close(cfg):
+    def close(ask, cfg):
         return SimpleNamespace(line=MARKER, remedies=[MARKER])
 
     monkeypatch.setattr(config_form, "preview_html", refuse)
     monkeypatch.setattr(config_form, "_launch", refuse)
-    monkeypatch.setattr(config_form, "estimate", close)
+    monkeypatch.setattr(config_form, "estimate_with", close)
     f = form(RunConfig(model=MARKER, dataset=MARKER, text_field=MARKER))
     root, made = f._build().root, f._widgets
     pages = pages_of(root)
