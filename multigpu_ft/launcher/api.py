@@ -59,7 +59,7 @@ from multigpu_ft.run.run_dir import (
     write_json,
 )
 from ..run.secrets import use_secrets
-from ..run.warm_start import warm_up
+from ..run.warm_start import Started, warm_up
 
 # %% ../../nbs/launcher/12_api.ipynb #da32c4d7
 _FROM_ENVIRONMENT = {"run_name": "RUN_NAME", "hf_repo": "RESULT_MODEL_ID"}
@@ -110,11 +110,9 @@ def launch(
     launched again, the run resumes.
 
     With a function, run `function(*args)` on `nproc` ranks and return what rank 0 returns, see
-    `launcher.functions.call`. With the path of a script, do what `python script args` does on
-    each rank.
+    `launcher.functions.call`. With a script's path, do what `python script args` does on each.
 
-    With `warm`, processes are forked from one that has imported torch, see `run.fork_server`;
-    while that is still importing, only a launch that waits waits for it."""
+    With `warm`, processes are forked from one that has imported torch, see `run.fork_server`."""
     if isinstance(what, RunConfig):
         if args or nproc is not None:
             raise ConfigError(
@@ -216,10 +214,7 @@ def _launch_run(
         session_end=session_end(),
         resumed_revision=origin.revision,
     )
-    if node:
-        agent = start_supervisor(run_dir, node, warm)
-    else:
-        agent = start_agent(run_dir, warm=warm, patient=wait)
+    agent = _start_processes(run_dir, node, warm, wait)
     run = Run(run_dir, agent)
     try:
         run_dir.update_status(pids={**parent, "agent": agent.pid})
@@ -233,6 +228,13 @@ def _launch_run(
         path = str(run_dir.path)
         say(f"{run.name}: outlives this process; Run.attach({path!r}) shows it, run.stop() ends it")
     return run.wait(panel=panel) if wait else run
+
+
+def _start_processes(run_dir: RunDir, node: Node | None, warm: bool, wait: bool) -> Started:
+    "Start the supervisor of a node, or else the agent, which is waited for only by a launch that waits."
+    if node:
+        return start_supervisor(run_dir, node, warm)
+    return start_agent(run_dir, warm=warm, patient=wait)
 
 # %% ../../nbs/launcher/12_api.ipynb #2aa94d27
 class Runs(list[Run]):

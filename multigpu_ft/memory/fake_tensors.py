@@ -67,7 +67,7 @@ def _fakes(values: Any) -> Iterator[FakeTensor]:
 # %% ../../nbs/memory/03_fake_tensors.ipynb #1d0b3558
 @dataclass(frozen=True)
 class _Result:
-    "A tensor that an operation returns. It is new if `argument`, the number of a tensor among the arguments, is None."
+    "A tensor that an operation returns. It is new unless `argument` is the number of a tensor among the arguments."
 
     argument: int | None
     is_same: bool = False  # the argument itself, not a view

@@ -251,7 +251,7 @@ class _Spare:
         self._timer = threading.Timer(0, lambda: None)
 
     def take(self) -> _Worker:
-        "Return it, or a new one if there is none or it has another environment."
+        "Return it if it has this environment, else a new one."
         worker = self._replace(None)
         if worker and worker.environment != _environment():
             worker.close()
