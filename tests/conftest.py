@@ -10,7 +10,7 @@ from harness import faults
 from harness.notebooks import Kernel
 from harness.runs import DATA, processes
 
-from multigpu_ft import Run
+from multigpu_ft import Run, RunConfig
 from multigpu_ft.run.run_dir import FINISHED_STATES
 
 pytest_plugins = ["harness.browser"]
@@ -112,6 +112,20 @@ def run_root(tmp_path):
     for process in left:
         process.kill()
     assert not left, f"processes outlived the run: {left}"
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    "Return a cache that has only what builtin models and data need."
+    from multigpu_ft.models.loading import load_tokenizer
+    from multigpu_ft.run.cache import cache_dir
+
+    load_tokenizer(RunConfig())
+    builtin, folder = cache_dir(), tmp_path / "cache" / "multigpu_ft"
+    folder.mkdir(parents=True)
+    (folder / builtin.name).symlink_to(builtin)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent))
+    return folder
 
 
 @pytest.fixture

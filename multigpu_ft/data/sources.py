@@ -7,7 +7,9 @@ __all__ = ['DATA_FILES', 'is_file_name', 'local_file', 'count_rows', 'Source', '
            'columns']
 
 # %% ../../nbs/data/02_sources.ipynb #c1aba71b
+import codecs
 import csv
+import hashlib
 import json
 import os
 import sys
@@ -16,11 +18,48 @@ from pathlib import Path
 from typing import Any
 
 from .builtin import builtin_rows
+from ..run.cache import file_digest
 from ..run.config import RunConfig
 from ..run.errors import DataError
 
 # %% ../../nbs/data/02_sources.ipynb #9571e752
+_BLOCK_BYTES = 2**18  # fits into a processor's cache
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    "Yield a file in blocks of whole lines, without its byte order mark."
+    with open(path, "rb") as file:
+        pieces = [file.read(3).removeprefix(codecs.BOM_UTF8)]
+        while block := file.read(_BLOCK_BYTES):
+            whole, newline, rest = block.rpartition(b"\n")
+            if newline:
+                yield b"".join([*pieces, whole, newline])
+                pieces = []
+            pieces.append(rest)
+        yield b"".join(pieces)
+
+
+def _lines_of_blocks(path: Path) -> Iterator[list[str]]:
+    """Yield the lines of each block of a file, without their ends (`\\n`, `\\r\\n` or `\\r`).
+
+    Raises `DataError` if it isn't UTF-8."""
+    begins = 0
+    for block in _blocks(path):
+        try:
+            text = block.decode()
+        except UnicodeDecodeError as error:
+            at = begins + error.start
+            raise DataError(
+                f"{path} is not UTF-8 text ({error.reason} at byte {at}); save it as UTF-8."
+            ) from None
+        begins += len(block)
+        if "\r" in text:
+            text = text.replace("\r\n", "\n").replace("\r", "\n")
+        yield text.removesuffix("\n").split("\n") if text else []
+
+
 def _lines(path: Path) -> Iterator[str]:
+    "Yield the lines of a file with their ends, which a quoted field of a CSV file may contain."
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             yield from file
@@ -40,23 +79,40 @@ def _why(error: Exception) -> str:
 
 
 def _read_jsonl(path: Path, start: int, end: int) -> Iterator[tuple[int | None, dict]]:
-    row = 0
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        if start <= row < end:
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{path}, line {number}: not valid JSON ({_why(error)}): {line.strip()[:60]!r}"
-                ) from None
-            if not isinstance(value, dict):
-                raise DataError(
-                    f"{path}, line {number}: a row must be a JSON object, got {line.strip()[:60]!r}"
-                )
-            yield number, value
-        row += 1
+    row = before = 0
+    for lines in _lines_of_blocks(path):
+        rows = _count(lines)
+        if row + rows > start:
+            for number, line in enumerate(lines, before + 1):
+                if not line or line.isspace():
+                    continue
+                if row >= end:
+                    return
+                if row >= start:
+                    yield number, _object(path, number, line)
+                row += 1
+        else:
+            row += rows
+        before += len(lines)
+
+
+def _count(lines: list[str]) -> int:
+    "Return how many of the lines are rows: the others are blank."
+    return len(lines) - lines.count("") - sum(map(str.isspace, lines))
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}, line {number}: not valid JSON ({_why(error)}): {line.strip()[:60]!r}"
+        ) from None
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{path}, line {number}: a row must be a JSON object, got {line.strip()[:60]!r}"
+        )
+    return value
 
 
 def _read_json(path: Path, start: int, end: int) -> Iterator[tuple[int | None, dict]]:
@@ -137,19 +193,22 @@ def _row_groups(file: Any, start: int, end: int) -> tuple[list[int], int]:
     return groups, first
 
 
-def _read_parquet(path: Path, start: int, end: int) -> Iterator[tuple[int | None, dict]]:
+_BATCH_ROWS = 5000
+
+
+def _parquet_batches(
+    path: Path, start: int, end: int, columns: list[str] | None = None
+) -> Iterator[Any]:
+    "Yield rows `start` to `end` of a Parquet file as Arrow record batches, of all columns by default."
     import pyarrow
 
     file = _parquet(path)
     groups, row = _row_groups(file, start, end)
     try:
-        for batch in file.iter_batches(row_groups=groups):
+        for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns):
             if row + len(batch) > start:
                 batch.validate(full=True)
-                yield from (
-                    (None, value)
-                    for value in batch.slice(max(0, start - row), end - max(start, row)).to_pylist()
-                )
+                yield batch.slice(max(0, start - row), end - max(start, row))
             row += len(batch)
     # a page is read only now
     except (
@@ -158,6 +217,11 @@ def _read_parquet(path: Path, start: int, end: int) -> Iterator[tuple[int | None
         pyarrow.ArrowException,
     ) as error:
         raise _damaged(path, error) from None
+
+
+def _read_parquet(path: Path, start: int, end: int) -> Iterator[tuple[int | None, dict]]:
+    for batch in _parquet_batches(path, start, end):
+        yield from ((None, value) for value in batch.to_pylist())
 
 # %% ../../nbs/data/02_sources.ipynb #865a792e
 _READERS = {
@@ -225,7 +289,7 @@ def count_rows(cfg: RunConfig) -> int | None:
     if path.suffix == ".parquet":
         return _parquet(path).metadata.num_rows
     if path.suffix == ".jsonl":
-        return sum(1 for line in _lines(path) if line.strip())
+        return sum(map(_count, _lines_of_blocks(path)))
     return sum(1 for _ in _READERS[path.suffix](path, 0, sys.maxsize))
 
 # %% ../../nbs/data/02_sources.ipynb #38c6635a
@@ -254,6 +318,7 @@ class Source:
         self._is_builtin = cfg.dataset.startswith("builtin:")
         self.path = None if self._is_builtin else local_file(cfg.dataset)
         self.hub = None if self.path or self._is_builtin else _load_hub(cfg)
+        self._stamp = self._read_stamp()
         self.num_rows: int = count_rows(cfg) if self.hub is None else len(self.hub)
 
     def rows(self, start: int, end: int) -> Iterator[tuple[str, dict]]:
@@ -267,6 +332,44 @@ class Source:
             found = ((None, row) for row in self.hub.select(range(start, end)))
         for index, (line, row) in enumerate(found, start):
             yield f"row {index} of {self.cfg.dataset}" + (f" (line {line})" if line else ""), row
+
+    def _read_stamp(self) -> tuple[int, int, int] | None:
+        if not self.path:
+            return None
+        about = self.path.stat()
+        return about.st_mtime_ns, about.st_size, about.st_ino
+
+    def was_changed(self) -> bool:
+        "Return whether the file was written since this object was made, judging by its time and size."
+        return self._read_stamp() != self._stamp
+
+    def digest(self, start: int, end: int, names: list[str]) -> str:
+        """Return a digest of rows `start` to `end` that changes with the content of the columns `names`.
+
+        It covers all of a text file, which is read from its beginning anyway. In a Parquet file or a
+        Hub dataset it reads only these rows and columns."""
+        found = hashlib.sha256()
+        if self._is_builtin:
+            found.update(json.dumps(builtin_rows(self.cfg.dataset)[start:end]).encode())
+        elif self.path and self.path.suffix != ".parquet":
+            found.update(file_digest(self.path).encode())
+        else:
+            for batch in self._batches(start, end, names):
+                found.update(batch.schema.serialize())
+                found.update(batch.serialize())
+        return found.hexdigest()
+
+    def _batches(self, start: int, end: int, names: list[str]) -> Iterator[Any]:
+        "Yield Arrow record batches of the columns `names`, as far as there are such columns."
+        if self.path:
+            there = _parquet(self.path).schema_arrow.names
+            names = [name for name in names if name in there]
+            yield from _parquet_batches(self.path, start, end, names)
+        else:
+            names = [name for name in names if name in self.hub.column_names]
+            rows = self.hub.select_columns(names).with_format("arrow")
+            for first in range(start, end, _BATCH_ROWS):
+                yield from rows[first : min(first + _BATCH_ROWS, end)].to_batches()
 
 
 def field_value(row: dict, field: str, parameter: str, location: str) -> Any:

@@ -55,20 +55,35 @@ def a_step(status: dict[str, Any]) -> str:
     return f"{texts:,} text{'s' * (texts != 1)}, about {tokens:,.0f} tokens, a step"
 
 
+def _tokenizing(status: dict[str, Any]) -> tuple[int, int, str] | None:
+    "Return rows done, all rows and words while a run tokenizes its data, else None."
+    progress = status.get("tokenizing")
+    if not progress or status["state"] != "starting":
+        return None
+    done, total = progress["done"], progress["total"]
+    return done, total, f"tokenizing {done:,} of {total:,} {progress['rows']}"
+
+
+def _text_bar(done: int, total: int) -> str:
+    return f"{'█' * round(20 * done / total):░<20}"
+
+
 def progress_line(name: str, status: dict[str, Any], recent: list[dict[str, Any]]) -> str:
     """State, bar, step, loss, speed and time left of a run or a generation, from its status and
     its last few logged steps."""
     parts = [f"{name}: {status['state']}"]
     total = status.get("total_steps")
-    if total:
+    if tokenizing := _tokenizing(status):
+        done, total, words = tokenizing
+        parts.append(f"{_text_bar(done, total)} {words}")
+    elif total:
         done = status.get("slice_step", 0)
-        bar = "█" * round(20 * done / total)
         where = (
             f"{done:,} of {total:,} {status['unit']}"
             if "unit" in status
             else f"step {done:,}/{total:,}, epoch {status['epoch']}"
         )
-        parts.append(f"{bar:░<20} {where}")
+        parts.append(f"{_text_bar(done, total)} {where}")
         if not done and (size := a_step(status)):
             parts.append(size)
     if recent:
@@ -280,7 +295,10 @@ def _progress(status: dict[str, Any], curve: Curve, cfg: RunConfig) -> str:
     "Return the bar, and under it step, epoch, time left, and what is left of the session."
     total, done = status.get("total_steps"), _steps_done(status, curve)
     words = ["loading model and data"]
-    if total:
+    if tokenizing := _tokenizing(status):
+        done, total, said = tokenizing
+        words = [said]
+    elif total:
         where = (
             [f"{done:,} of {total:,} {status['unit']}"]
             if "unit" in status

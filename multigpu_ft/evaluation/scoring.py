@@ -21,6 +21,7 @@ from ..data.examples import Texts, load_texts
 from ..data.labels import find_label_names
 from ..data.sources import columns
 from ..data.tokenization import TokenizedTexts, opening, tokenize, tokenizer_digest
+from ..data.tokenized_slices import tokenize_slice
 from ..distributed.strategies import Single, evaluating
 from ..distributed.weights import release_memory
 from ..distributed.world import World, join_world
@@ -61,7 +62,9 @@ class _Data:
         cls, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, label_names: list[str] | None
     ) -> "_Data":
         texts = load_texts(cfg, label_names)
-        tokens = tokenize(cfg, texts, tokenizer)
+        tokens = tokenize_slice(cfg, tokenizer, label_names).texts
+        if len(tokens) != len(texts):
+            raise DataError(f"{cfg.dataset} was changed while it was read; evaluate again.")
         if not tokens.targets.any():
             raise DataError(
                 f"rows {span(cfg.start_idx, texts.end_idx)} of {cfg.dataset} have no tokens to predict."

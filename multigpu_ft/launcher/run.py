@@ -106,7 +106,7 @@ class _Processes:
             return is_alive(self._run_dir, _SILENT_S)
         return bool(processes_of(self._run_dir))
 
-    def kill(self) -> None:
+    def kill(self, message: str = "killed") -> None:
         "Kill them, and mark the run as stopped. Raises `ConfigError` if they are elsewhere."
         run_dir, status = self._run_dir, self._run_dir.status()
         if self.are_elsewhere(status):
@@ -119,7 +119,7 @@ class _Processes:
             if self._agent:
                 self._agent.wait()
             if run_dir.status()["state"] in LIVE_STATES:
-                run_dir.update_status(state="stopped", message="killed", activity=None)
+                run_dir.update_status(state="stopped", message=message, activity=None)
 
     def await_end(self, grace: _Grace, look: Callable[[], None]) -> None:
         "Wait until they end, and kill them when `grace` is over. Calls `look` meanwhile."
@@ -127,7 +127,8 @@ class _Processes:
             status = self._run_dir.status()
             # ranks elsewhere will see the request to stop
             if not self.are_elsewhere(status) and grace.is_over(status):
-                self.kill()
+                is_loading = status["state"] == "starting"
+                self.kill("before the first step" if is_loading else "killed")
             look()
             time.sleep(0.1)
 

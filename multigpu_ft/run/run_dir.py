@@ -469,5 +469,6 @@ def reset_status(run_dir: RunDir) -> None:
             message=None,
             failure=None,
             activity=None,
+            tokenizing=None,
             interrupted=None,
         )

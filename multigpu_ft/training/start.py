@@ -8,6 +8,9 @@ __all__ = ['check_access_and_names', 'TrainingData', 'Rank', 'Start', 'choose_st
 # %% ../../nbs/training/06_start.ipynb #e7c34d7f
 import os
 import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,10 @@ from multigpu_ft.checkpoints.resume import (
     seed_everything,
 )
 from ..checkpoints.storage import Storage
-from ..data.examples import Texts, evaluation_config, load_texts
+from ..data.examples import evaluation_config
 from ..data.labels import find_label_names
-from ..data.tokenization import TokenizedTexts, tokenize, tokenizer_digest
+from ..data.tokenization import TokenizedTexts, tokenizer_digest
+from ..data.tokenized_slices import TokenizedSlice, tokenize_slice
 from ..distributed.strategies import Single
 from ..distributed.world import World, join_world
 from ..hub.download import bring
@@ -61,22 +65,62 @@ class TrainingData:
 
     tokenizer: PreTrainedTokenizerBase
     label_names: list[str] | None
-    slice: Texts
-    texts: TokenizedTexts
+    slice: TokenizedSlice
     eval_texts: TokenizedTexts | None
+    tokenizer_digest: str
+    remarks: list[str]
+
+    @property
+    def texts(self) -> TokenizedTexts:
+        return self.slice.texts
 
     @classmethod
-    def load(cls, cfg: RunConfig) -> "TrainingData":
-        "Load the data of `cfg`. Raises `DataError` or `ConfigError`."
+    def load(cls, cfg: RunConfig, run_dir: RunDir) -> "TrainingData":
+        """Load the data of `cfg`, and tell in the status of `run_dir`, a node's part, how far it is.
+
+        Raises `DataError`, `ModelError` or `ConfigError`."""
         names = find_label_names(cfg) if cfg.task == "classification" else None
         tokenizer = load_tokenizer(cfg)
         label_names = order_labels(names, cfg, tokenizer) if names else None
-        texts = load_texts(cfg, label_names)
-        tokenized = tokenize(cfg, texts, tokenizer)
-        eval_cfg, held_out = evaluation_config(cfg), None
-        if eval_cfg:
-            held_out = tokenize(eval_cfg, load_texts(eval_cfg, label_names), tokenizer)
-        return cls(tokenizer, label_names, texts, tokenized, held_out)
+        progress, digest = _TokenizingProgress(run_dir), tokenizer_digest(tokenizer)
+        found = tokenize_slice(cfg, tokenizer, label_names, progress.of("rows"), digest)
+        remarks, held_out = found.remarks, None
+        if eval_cfg := evaluation_config(cfg):
+            how = (label_names, progress.of("held-out rows"), digest)
+            of_eval = tokenize_slice(eval_cfg, tokenizer, *how)
+            remarks, held_out = [*remarks, *of_eval.remarks], of_eval.texts
+        progress.end()
+        return cls(tokenizer, label_names, found, held_out, digest, remarks)
+
+
+class _TokenizingProgress:
+    "Tells in the status of a node, on its first rank and twice a second, how far tokenization is."
+
+    _EVERY_S = 0.5
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._is_first = torchrun_number("LOCAL_RANK") == 0
+        self._next = time.monotonic() + self._EVERY_S
+        self._was_told = False
+
+    def of(self, rows: str) -> Callable[[int, int], None]:
+        "Return a function that tells how many `rows` of how many are done."
+
+        def tell(done: int, total: int) -> None:
+            if self._is_first and time.monotonic() >= self._next:
+                self._next, self._was_told = time.monotonic() + self._EVERY_S, True
+                self._write({"done": done, "total": total, "rows": rows})
+
+        return tell
+
+    def end(self) -> None:
+        if self._was_told:
+            self._write(None)
+
+    def _write(self, progress: dict[str, Any] | None) -> None:
+        with suppress(OSError):  # a full disk
+            self._run_dir.update_status(tokenizing=progress)
 
 # %% ../../nbs/training/06_start.ipynb #42099208
 class Rank:
@@ -141,7 +185,7 @@ def choose_start(cfg: RunConfig, rank: Rank, data: TrainingData, storage: Storag
     or other data."""
     run_dir, run_log = rank.run_dir, rank.run_log
     cfg = bring(cfg, run_dir, rank.world, run_log.status, run_log.remark)
-    digest = tokenizer_digest(data.tokenizer)
+    digest = data.tokenizer_digest
     stored = {**fingerprint(cfg), "tokenizer": digest, "labels": data.label_names}
     digests = {
         "texts": data.texts.digest,

@@ -192,11 +192,12 @@ def open_training(run_dir: RunDir, stop: StopSignal) -> Training:
     """Load data, model and checkpoint of a run, and get ready for its next step. A collective.
 
     Raises `ConfigError`, `DataError`, `ModelError` or `CheckpointError` for what can't work."""
-    cfg = run_dir.of_node(torchrun_number("GROUP_RANK")).config()
+    node_dir = run_dir.of_node(torchrun_number("GROUP_RANK"))
+    cfg = node_dir.config()
     remarks = check_access_and_names(cfg, run_dir)
-    data = TrainingData.load(cfg)
+    data = TrainingData.load(cfg, node_dir)
     with while_loading(cfg):
-        return _open(cfg, Rank(run_dir, cfg, stop), data, remarks)
+        return _open(cfg, Rank(run_dir, cfg, stop), data, [*remarks, *data.remarks])
 
 
 def _open(cfg: RunConfig, rank: Rank, data: TrainingData, remarks: list[str]) -> Training:

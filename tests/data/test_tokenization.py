@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from multigpu_ft import RunConfig, launch, load_export
-from multigpu_ft.data.tokenization import tokenize_chats
+from multigpu_ft.data.examples import Texts
+from multigpu_ft.data.tokenization import tokenize, tokenize_chats
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -106,9 +107,11 @@ def test_a_conversation_cut_before_its_answer_has_no_targets(chat_tokenizer):
     chat_tokenizer.chat_template = CHATML
     talk = [{"role": "user", "content": "why " * 50}, {"role": "assistant", "content": "Because."}]
     short = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "Because."}]
-    assert tokenize_chats([talk, short], chat_tokenizer, 32).targets.tolist()[0] == 0
+    cfg = RunConfig(task="chat", max_length=32)
+    both = tokenize(cfg, Texts([talk, short], 0, 2, 2, 0), chat_tokenizer)
+    assert both.targets.tolist()[0] == 0 < both.targets.tolist()[1]
     with pytest.raises(DataError, match="max_length=32"):
-        tokenize_chats([talk], chat_tokenizer, 32)
+        tokenize(cfg, Texts([talk], 0, 1, 1, 0), chat_tokenizer)
 
 
 @pytest.mark.slow

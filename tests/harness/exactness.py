@@ -109,7 +109,7 @@ class Words:
 
     eos_token_id, pad_token_id = 2, 1
 
-    def __call__(self, texts, truncation, max_length):
+    def __call__(self, texts, max_length, **settings):
         return {"input_ids": [[int(word) for word in text.split()][:max_length] for text in texts]}
 
 

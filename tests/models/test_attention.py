@@ -79,7 +79,7 @@ def test_packed_texts_learn_as_they_would_alone(name):
 @pytest.mark.parametrize("name", NOT_PACKED)
 def test_what_attention_by_text_would_not_do_is_not_packed(name):
     model = LossModel(made(name, NOT_PACKED[name]))
-    how = (TokenizedTexts(texts_of(40, 30), 1), torch.float32, 64, CPU)
+    how = (TokenizedTexts.of(texts_of(40, 30), 1), torch.float32, 64, CPU)
     assert check_chunks(model, *how)
     assert self_check(model, *how) == {"bucketed": True, "packed": False}
     model(**to_device(collate([[text] for text in texts_of(9, 5)], 1, "bucketed"), CPU))

@@ -22,7 +22,7 @@ def texts_of(*lengths, first_target=0):
     rng = np.random.default_rng(0)
     masks = [np.arange(n) >= first_target if first_target else None for n in lengths]
     ids = [rng.integers(3, 300, n).astype(np.int32) for n in lengths]
-    return TokenizedTexts([Text(*both) for both in zip(ids, masks, strict=True)], 1)
+    return TokenizedTexts.of([Text(*both) for both in zip(ids, masks, strict=True)], 1)
 
 
 def checked(model, dtype=torch.float32, texts=None):
