@@ -16,6 +16,7 @@ FOLDER = NBS / "guides"
 GUIDES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 KAGGLE = REPO / "kaggle"
 SMALLER = {  # papermill parameters
+    "first_run": {"num_train": 32},
     "slices": {"end_idx": 600, "hf_repo": "jane/slices"},
     "chat": {"num_train": 160, "num_held_out": 20, "eval_every": 10},
     "sst2": {"num_epochs": 1},

@@ -28,11 +28,11 @@ def run_check(guide, variables):
     function(**{name: variables[name] for name in inspect.signature(function).parameters})
 
 
-def first_run(checkup, found, run, evaluation, tomorrow):
+def first_run(checkup, found, run, evaluation, tomorrow, num_train):
     assert checkup.ok
     assert found.fits
     assert run.state == "done" and run.metrics[-1]["loss"] < run.metrics[0]["loss"]
-    assert run.next_config().start_idx == 160
+    assert run.next_config().start_idx == num_train
     assert evaluation.verdict == "better"
     assert tomorrow.state == "done" and tomorrow.metrics[0]["step"] == run.metrics[-1]["step"] + 1
 
