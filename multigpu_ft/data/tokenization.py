@@ -154,7 +154,7 @@ def _batches(texts: list[Any]) -> Iterator[list[Any]]:
 
 
 def pad_id(tokenizer: Any) -> int:
-    "Return the token that fills rows up: the padding token, or EOS where there is none."
+    "Return the token that fills rows up: the padding token, or EOS if the tokenizer has no such token."
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
 # %% ../../nbs/data/05_tokenization.ipynb #ab2e542d
