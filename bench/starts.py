@@ -11,6 +11,7 @@
 | function, first | the same, for the first launch of a kernel |
 | restart | SIGKILL of a rank, to the end of the first step after the restart |
 | restart, 2 nodes | the same, for a rank of the second of two supervisors on this machine |
+| ask | `run.ask` to the first question's answer, one token; not the kernel's first process |
 | notebook_launcher | Accelerate's, which forks the kernel, the same function, not the first, to its result |
 
 Each arm takes place warm, and cold with MULTIGPU_FT_WARM=0. A round has a kernel of its own per
@@ -136,6 +137,15 @@ def _seconds_after_a_kill(folder, name, part):
     return until(lambda: steps(folder, name)[before:], 60, "a step after the restart")[0] - killed
 
 
+def ask(folder, way, kernel):
+    k = kernel()
+    trained(k, folder)
+    k.run(
+        "begun = time.time(); answer = run.ask('Return', max_new_tokens=1); took = time.time() - begun"
+    )
+    return float(k.run("print(took)").split()[-1])
+
+
 def notebook_launcher(folder, way, kernel):
     if way == "cold":
         return None
@@ -155,6 +165,7 @@ ARMS = {
     "function, first": function_first,
     "restart": restart,
     "restart, 2 nodes": restart_of_nodes,
+    "ask": ask,
     "notebook_launcher": notebook_launcher,
 }
 

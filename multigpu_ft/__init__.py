@@ -16,7 +16,7 @@ _HOMES = {
     "RunFailed": "run.failures",
     "run_slices": "launcher.slices",
     "Slices": "launcher.slices",
-    "load_export": "checkpoints.export",
+    "load_export": "checkpoints.api",
     "form": "config_form",
     "doctor": "diagnostics",
     "evaluate": "evaluation.api",

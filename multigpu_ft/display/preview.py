@@ -8,37 +8,45 @@ __all__ = ['preview_html']
 # %% ../../nbs/display/04_preview.ipynb #1bf5abc4
 import json
 import subprocess
-import sys
+import tempfile
 from html import escape
 from typing import Any
 
 from ..run.config import RunConfig
 from ..run.errors import DataError
 from ..run.secrets import use_secrets
+from ..run.warm_start import start_process
 
 # %% ../../nbs/display/04_preview.ipynb #45ea40dc
 _PREVIEW_S = 600.0  # a dataset from the Hub may have to be downloaded first
-_PROGRAM = "from multigpu_ft.models.preview import main; main()"
+_MODULE = "multigpu_ft.models.preview"
 
 
 def _ask(cfg: RunConfig) -> list[dict[str, Any]]:
     "Return the first examples of `cfg`. Raises `DataError`."
     use_secrets()  # a gated tokenizer needs HF_TOKEN
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-c", _PROGRAM],
-            input=cfg.model_dump_json(),
-            capture_output=True,
-            text=True,
-            timeout=_PREVIEW_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise DataError(
-            f"loading tokenizer and data took longer than {_PREVIEW_S / 60:.0f} minutes."
-        ) from None
-    if ended.returncode:
-        raise DataError((ended.stderr.strip().splitlines() or ["the process ended early"])[-1])
-    found = json.loads(ended.stdout.splitlines()[-1])
+    with (
+        tempfile.TemporaryFile("w+") as given,
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryFile("w+") as errors,
+    ):
+        given.write(cfg.model_dump_json())
+        given.seek(0)
+        process = start_process(_MODULE, [], output, errors=errors, given=given)
+        try:
+            code = process.wait(_PREVIEW_S)
+        except subprocess.TimeoutExpired:
+            raise DataError(
+                f"loading tokenizer and data took longer than {_PREVIEW_S / 60:.0f} minutes."
+            ) from None
+        finally:
+            process.kill()
+        output.seek(0)
+        errors.seek(0)
+        printed, said = output.read(), errors.read()
+    if code:
+        raise DataError((said.strip().splitlines() or ["the process ended early"])[-1])
+    found = json.loads(printed.splitlines()[-1])
     if "error" in found:
         raise DataError(found["error"])
     return found["examples"]

@@ -108,3 +108,8 @@ def main() -> None:
     except (ConfigError, DataError, ModelError) as error:
         found = {"error": f"{type(error).__name__}: {error}"}
     json.dump(found, sys.stdout)
+
+# %% ../../nbs/models/10_preview.ipynb #preview-main
+#| eval: false
+if __name__ == "__main__":
+    main()
