@@ -48,14 +48,14 @@ test: install .venv/skypilot/installed $(SECOND_DEVICE)
 	git diff --exit-code
 	CUDA_VISIBLE_DEVICES= $(BIN)/nbdev_test --n_workers 2 $(MODULES)
 	@# the workers share the cores, and where torch has more threads than there are cores they wait for each other: steps of 1.8 s instead of 0.02
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/second_device tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore tests/second_device tests
 	$(ON_SECOND_DEVICE) tests/second_device
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 # what takes long: every architecture, moment of a kill and cut of a link, the longer guides, cells that start processes
 test-slow: install $(SECOND_DEVICE)
 	CUDA_VISIBLE_DEVICES= $(BIN)/nbdev_test --n_workers 2 --flags slow $(MODULES)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/second_device tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slow --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore tests/second_device tests
 	$(ON_SECOND_DEVICE) -m slow tests/second_device
 
 # torch finds the second device by an entry point, so it is installed in a folder of its own, which only these tests have on their path

@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from harness import faults
+from harness import faults, forks
 from harness.notebooks import Kernel
 from harness.runs import DATA, processes
 
@@ -42,6 +42,8 @@ def pytest_configure(config):
     compared on the GPU with another on the CPU."""
     if not asks_for_gpus(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    forks.fork_own_server()
+    os.environ |= forks.jupyter()
 
 
 def asks_for_gpus(marks):
@@ -135,21 +137,21 @@ def shared_data():
     return DATA
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def material(tmp_path_factory):
     "Return the folder of a tiny model, its tokenizer and texts."
     return faults.make_material(tmp_path_factory.mktemp("material"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(material):
-    "Return a server that starts runs in milliseconds, forked from a process that has imported torch."
-    started = faults.Server(material / "model")
+    "Return a server that starts runs in milliseconds, forked from a process that has imported torch and peft."
+    started = faults.Server(material / "model", *faults.ADAPTERS)
     yield started
     started.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def train(server):
     "Return a `launch` that needs no time to start Python and import torch."
 
@@ -167,7 +169,7 @@ def kernel(tmp_path):
     started = []
 
     def start(**env):
-        started.append(Kernel(tmp_path, env))
+        started.append(Kernel(tmp_path, env, forked=True))
         return started[-1]
 
     yield start
@@ -181,10 +183,9 @@ def failing_rank(tmp_path):
 
     With FAIL_AFTER_A_SAVE in it, it waits for a checkpoint, which another thread writes.
 
-    Python loads the fault from a sitecustomize module, so the package doesn't know about it."""
-    folder = tmp_path / "fault"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(
+    The package doesn't know about it."""
+    return forks.at_start(
+        tmp_path,
         "import os, signal, sys\n"
         "def fail(*_):\n"
         "    try: lines = open(os.path.join(sys.argv[1], 'metrics.jsonl')).read().count(chr(10))\n"
@@ -197,10 +198,8 @@ def failing_rank(tmp_path):
         "        raise ZeroDivisionError('planted in rank 1')\n"
         "if os.environ.get('RANK') == '1':\n"
         "    signal.signal(signal.SIGALRM, fail)\n"
-        "    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.1)\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.1)\n",
     )
-    places = [str(folder), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 @pytest.fixture

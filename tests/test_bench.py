@@ -107,6 +107,7 @@ def test_steps_are_counted_in_a_rank_that_is_set_up_as_one_of_a_run():
     assert found["waits"] == 0 and found["phases"]["forward_backward"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp, bf16", "qlora, fsdp", "BERT"])
 def test_the_memory_bench_runs_as_rank_0_alone(name, tmp_path):
     import torch

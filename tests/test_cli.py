@@ -1,5 +1,4 @@
 import json
-import os
 import re
 import signal
 import socket
@@ -119,9 +118,8 @@ def lines(shown):
 
 
 def test_the_last_run_says_why_it_failed(tmp_path, run_root, failing_rank):
-    path = os.pathsep.join([failing_rank["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
     settings = "--end-idx 500 --packing padded --run-name mine --save-every 2"
-    fault = {"PYTHONPATH": path, "FAIL_AFTER_A_SAVE": "1"}
+    fault = {**failing_rank, "FAIL_AFTER_A_SAVE": "1"}
     failed = multigpu_ft("train", *settings.split(), cwd=tmp_path, **fault)
     assert failed.returncode == 1
     shown = lines(multigpu_ft("runs", "--last", cwd=tmp_path).stdout)

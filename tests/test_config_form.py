@@ -724,7 +724,7 @@ def top(page, label):
     return round(button["y"] - page.output(0).bounding_box()["y"])
 
 
-@pytest.mark.parametrize("width", [1280, 900])
+@pytest.mark.parametrize("width", [1280, pytest.param(900, marks=pytest.mark.slow)])
 def test_nothing_moves_or_overflows_while_one_types(lab, shots, width):
     here = lab(size=(width, 1000), env={"OMP_NUM_THREADS": "1"})
     (here.folder / "reviews.csv").write_text("text,stars\n" + "good,1\nbad,0\n" * 20)

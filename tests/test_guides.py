@@ -7,10 +7,11 @@ import re
 import shutil
 
 import pytest
+from harness import forks
 from harness.guides import check
 from harness.hub import Hub, environment
 from harness.notebooks import outputs, papermill
-from harness.runs import BIN, NBS, REPO, free_port, processes, slow
+from harness.runs import NBS, REPO, free_port, processes, slow
 
 FOLDER = NBS / "guides"
 GUIDES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
@@ -38,7 +39,7 @@ SMALLER = {  # papermill parameters
         "max_new_tokens": 32,
     },
 }
-SLOW = ("chat", "evaluation", "strategies")
+SLOW = ("first_run", "chat", "evaluation", "strategies")
 
 
 def read(notebook):
@@ -68,7 +69,7 @@ def run_guide(guide, folder, env=None):
     notebook["cells"].append({**cell, "outputs": [], "source": check(guide)})
     (folder / f"{guide}.ipynb").write_text(json.dumps(notebook))
     # a terminal finds multigpu-ft, as in an activated environment
-    path = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    path = {"PATH": f"{forks.command().parent}{os.pathsep}{os.environ['PATH']}"}
     return run(folder / f"{guide}.ipynb", folder, SMALLER.get(guide, {}), {**path, **(env or {})})
 
 

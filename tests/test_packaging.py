@@ -146,6 +146,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(installed, say):
     assert say(f"multigpu-ft deploy kubernetes --preset tiny --resources {named}")
 
 
+@pytest.mark.slow
 def test_printed_commands_run_where_only_the_wheel_is_installed(say, tmp_path):
     """A recipe is copied out and run, then what that prints, in a terminal and in a notebook.
 

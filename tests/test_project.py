@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import forks
 from harness.runs import BIN, NBS, REPO
 
 PACKAGE = REPO / "multigpu_ft"
@@ -292,10 +293,15 @@ def test_the_commands_of_the_readme_work(commands, tmp_path):
             )
         else:
             words = command.replace("papermill", str(BIN / "papermill"), 1).replace(
-                "multigpu-ft", str(BIN / "multigpu-ft"), 1
+                "multigpu-ft", str(forks.command()), 1
             )
             done = subprocess.run(
-                words, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300
+                words,
+                shell=True,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=300,
             )
         assert done.returncode == 0, f"{command}: {done.stderr[-3000:]}"
 

@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from harness import faults
+from harness import faults, forks
 from harness.runs import BIN, NBS, error_of, processes, ranks, running, slow, until
 
 from multigpu_ft import CheckpointError, Run, RunConfig, RunDir, RunFailed, Slices, launch
@@ -374,27 +374,20 @@ SLOW = """
 import sys
 if 'multigpu_ft.training' in sys.orig_argv:
     import time
-    from multigpu_ft.data import batches
-    original = batches.epoch_steps
+    from multigpu_ft.training import trainer
+    original = trainer.epoch_steps
     def slow(*arguments):
         for step in original(*arguments):
             time.sleep(0.05)
             yield step
-    batches.epoch_steps = slow
+    trainer.epoch_steps = slow
 """
 
 
 @pytest.fixture
 def slow_steps(tmp_path):
     "Return an environment in which steps take long without using the processor."
-    folder = tmp_path / "slow"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(SLOW)
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
-        "OMP_NUM_THREADS": "1",
-    }
+    return {**os.environ, **forks.at_start(tmp_path, SLOW), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.slow
@@ -412,7 +405,7 @@ def test_max_hours_stops_in_time_saves_and_says_so(material, run_root, slow_step
     ]
     started = time.monotonic()
     command = [
-        BIN / "multigpu-ft",
+        forks.command(),
         "train",
         *data,
         "--num-epochs",
@@ -432,7 +425,7 @@ def test_max_hours_stops_in_time_saves_and_says_so(material, run_root, slow_step
     assert "beyond max_hours=0.014; it stops and saves after about step" in done.stderr
     step = run.status["step"]
     resume = re.search(r"resume +multigpu-ft (train --run-root .*)", done.stdout)[1].split()
-    again = [BIN / "multigpu-ft", *resume, "--max-hours", "1", "--max-steps", str(step + 2)]
+    again = [forks.command(), *resume, "--max-hours", "1", "--max-steps", str(step + 2)]
     assert subprocess.run(again, capture_output=True, text=True, timeout=120).returncode == 0
     assert [path.name for path in run_root.iterdir()] == [run.name]
     assert run.status["attempt_first_step"] == step + 1 and run.metrics[-1]["step"] == step + 2
@@ -449,7 +442,7 @@ def test_sigterm_to_the_command_saves(material, run_root):
         "--max-length",
         "32",
     ]
-    command = [BIN / "multigpu-ft", "train", *data, "--num-epochs", "2000", "--nproc", "1"]
+    command = [forks.command(), "train", *data, "--num-epochs", "2000", "--nproc", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     running(run_root)
     process.send_signal(signal.SIGTERM)
@@ -484,20 +477,20 @@ def test_a_stopped_process_is_found_within_the_timeout(run_root, strategy):
 HANG = """
 import os, sys
 if os.environ.get('RANK') == '1' and 'multigpu_ft.training' in sys.orig_argv:
-    from multigpu_ft.data import batches
-    original = batches.epoch_steps
+    from multigpu_ft.training import trainer
+    original = trainer.epoch_steps
     def hanging(*arguments):
         for number, step in enumerate(original(*arguments), 1):
             if number == 4:
                 import threading; threading.Event().wait()
             yield step
-    batches.epoch_steps = hanging
+    trainer.epoch_steps = hanging
 """
 
 
 def test_a_rank_that_waits_forever_is_named_with_its_stack(run_root, tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(HANG)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for variable in forks.at_start(tmp_path, HANG).items():
+        monkeypatch.setenv(*variable)
     with pytest.raises(
         RunFailed,
         match="rank 1 hangs in step 3. No rank has come any further for timeout_s=6 s "
@@ -538,8 +531,8 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(
         save_every=3,
     )
     plain = server.finish(cfg.replace(run_root=str(run_root / "plain")))
-    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "2 * 32"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for variable in forks.at_start(tmp_path, OUT_OF_MEMORY.replace("LIMIT", "2 * 32")).items():
+        monkeypatch.setenv(*variable)
     run = launch(cfg)
     assert (run.state, run.dir.config().batch_size, run.dir.config().accum_steps) == ("done", 2, 2)
     assert any(
@@ -553,7 +546,7 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batch_of_all(
     )
     if strategy == "fsdp":
         return
-    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY.replace("LIMIT", "0"))
+    forks.at_start(tmp_path, OUT_OF_MEMORY.replace("LIMIT", "0"))
     with pytest.raises(
         RunFailed,
         match="rank 1 ran out of memory in step .* with batch_size=1.*activation_checkpointing='full'",
@@ -648,7 +641,7 @@ def test_a_series_of_slices_survives_its_driver(material, run_root, tmp_path, sl
         "32",
     ]
     how = "--num-epochs 5 --save-every 2 --lr-scheduler linear --packing padded --batch-size 1 --nproc 1 --json".split()
-    command = list(map(str, [BIN / "multigpu-ft", "slices", *data, *how]))
+    command = list(map(str, [forks.command(), "slices", *data, *how]))
     driver = subprocess.Popen(
         command,
         cwd=tmp_path,

@@ -174,7 +174,7 @@ def test_other_settings(first_halves, settings):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("bf16", 2e-3), ("fp16", 1e-3)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), slow(2), 3])
 def test_half_precision_trains_as_under_ddp(first_halves, stage, dtype, tolerance):
     run, expected, _ = first_halves
     found = run(f"{dtype}-{stage}", strategy=f"zero{stage}", dtype=dtype)
@@ -254,6 +254,7 @@ def test_a_json_that_contradicts_is_refused_before_anything_starts(tmp_path, set
     assert said in str(error.value) and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_the_json_travels_with_the_run(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"overlap_comm": false}}')

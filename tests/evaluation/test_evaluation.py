@@ -40,7 +40,7 @@ def alone():
 
 
 @pytest.fixture(scope="module")
-def trained(material, tmp_path_factory):
+def trained(material, server, tmp_path_factory):
     "Return directories of runs that were trained on the first texts, by the kind of training."
     root = tmp_path_factory.mktemp("evaluated")
     tokenizer = AutoTokenizer.from_pretrained(material / "model")
@@ -64,7 +64,6 @@ def trained(material, tmp_path_factory):
         for w in lines
     ]
     (root / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    server = faults.Server(material / "model", "peft", "torch.distributed.checkpoint.state_dict")
     adapter = {"tuning": "lora", "lora_r": 4, "lora_dropout": 0.0, "strategy": "single", "nproc": 1}
     settings = {
         "full": {"save_every": 4},
@@ -88,7 +87,6 @@ def trained(material, tmp_path_factory):
         }
         runs[name] = server.finish(faults.config(material, root / "runs", **{**common, **changes}))
         assert runs[name].status()["state"] == "done", runs[name].log_file(0).read_text()[-2000:]
-    server.close()
     return runs
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from harness import forks
 from harness.browser import make_notebook
 from harness.notebooks import outputs, papermill
-from harness.runs import BIN, NBS, free_port, processes, until
+from harness.runs import NBS, free_port, processes, until
 from harness.word_models import asked, make_models
 
 from multigpu_ft import ConfigError, DataError, ModelError, RunConfig, RunFailed, generate, launch
@@ -135,7 +136,7 @@ def start(models, output, **settings):
     ]
     return subprocess.Popen(
         [
-            BIN / "multigpu-ft",
+            forks.command(),
             "generate",
             *words,
             "--output",

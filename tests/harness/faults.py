@@ -35,6 +35,8 @@ from multigpu_ft.run.run_dir import FINISHED_STATES, LIVE_STATES, PARTIAL
 
 TEXTS, WORDS, MAX_LENGTH = 48, 40, 32
 FIRST_ID = 4 + WORDS  # tokens from here on name one text each
+# what runs with adapters import
+ADAPTERS = ("peft", "bitsandbytes", "torch.distributed.checkpoint.state_dict")
 
 
 def make_material(folder):

@@ -12,6 +12,7 @@ import sys
 import time
 
 import psutil
+from harness import forks
 from harness.runs import until
 
 from multigpu_ft import RunDir
@@ -31,8 +32,8 @@ if sys.argv[1] == "child":
     subprocess.Popen(command, start_new_session=True)
 time.sleep(600)
 """
-# Python imports a module of this name when it starts, so the package doesn't know about the stand-in.
-_SITECUSTOMIZE = """
+# each process runs it first, so the package doesn't know about the stand-in
+_AT_START = """
 import os, subprocess, sys
 if "RANK" in os.environ and "STAND_IN" not in os.environ:
     os.environ["STAND_IN"] = {code!r}
@@ -44,9 +45,7 @@ if "RANK" in os.environ and "STAND_IN" not in os.environ:
 def stand_ins(folder):
     "Return an environment in which each rank has a stand-in."
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(code=_STAND_IN))
-    places = [str(folder), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    return forks.at_start(folder, _AT_START.format(code=_STAND_IN))
 
 
 def _adopt(orphans):
@@ -61,6 +60,7 @@ class Leftovers:
     Meanwhile orphans become children of this process, so none is missed."""
 
     def __enter__(self):
+        forks.prepare()
         self._known = {p.pid for p in psutil.Process().children(recursive=True)}
         _adopt(True)
         return self
@@ -73,7 +73,7 @@ class Leftovers:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 gone = process.status() == psutil.STATUS_ZOMBIE
-                if process.pid not in self._known and not gone and not _is_own_server(process):
+                if process.pid not in self._known and not gone and not _has_a_kernel(process):
                     found.append(process)
         return found
 
@@ -90,10 +90,14 @@ class Leftovers:
                     os.waitpid(process.pid, os.WNOHANG)
 
 
-def _is_own_server(process):
-    "Return whether this is the fork server of the process that looks."
+def _has_a_kernel(process):
+    "Return whether this is the fork server of a process that is there."
     words = process.cmdline()
-    return "multigpu_ft.run.fork_server" in words and words[5] == str(os.getpid())
+    if "multigpu_ft.run.fork_server" not in words:
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(int(words[5])).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def end(way, kernel, run_dir):

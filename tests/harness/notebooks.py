@@ -1,5 +1,6 @@
 """Run notebooks as papermill or a frontend does."""
 
+import contextlib
 import json
 import os
 import queue
@@ -10,14 +11,44 @@ import tempfile
 import time
 from pathlib import Path
 
+from harness import forks
 from harness.runs import BIN
 from jupyter_client import KernelManager
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.provisioning import LocalProvisioner
+
+
+class _Forking(LocalProvisioner):
+    "Starts kernels as forks, where those are what a new process would be."
+
+    async def launch_kernel(self, cmd, **options):
+        module = cmd.index("-m") + 1
+        with open(os.devnull, "r+b") as nothing:
+            try:
+                self.process = forks.start(
+                    "kernel",
+                    cmd[module],
+                    cmd[module + 1 :],
+                    cwd=options["cwd"],
+                    environment=options["env"],
+                    files=[nothing.fileno()] * 3,
+                )
+            except forks.Cold:
+                return await super().launch_kernel(cmd, **options)
+        self.process.stdin = self.process.stdout = self.process.stderr = None
+        self.pid = self.pgid = self.process.pid
+        self.cwd = options["cwd"]
+        return self.connection_info
+
+    async def send_signal(self, number):
+        with contextlib.suppress(ProcessLookupError):  # it was killed
+            os.killpg(self.pgid, number)
 
 
 class Kernel:
-    "A notebook kernel, driven as a frontend drives it."
+    "A notebook kernel, driven as a frontend drives it. It may be `forked`, and with it its fork server."
 
-    def __init__(self, cwd, env):
+    def __init__(self, cwd, env, forked=False):
         self._folder = tempfile.TemporaryDirectory(prefix="kernel-")
         # sockets in a folder: a port is chosen before the kernel binds it, and another process may take it
         # in between
@@ -25,7 +56,14 @@ class Kernel:
             kernel_name="python3",
             transport="ipc",
             connection_file=f"{self._folder.name}/kernel.json",
+            # Python itself: in tests, JUPYTER_PATH has another kernel
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
         )
+        if forked:
+            spec = self.manager.kernel_spec
+            self.manager.provisioner = _Forking(
+                kernel_id="fork", kernel_spec=spec, parent=self.manager
+            )
         self.manager.start_kernel(cwd=str(cwd), env={**os.environ, **env})
         self.client = self.manager.blocking_client()
         self.client.start_channels()

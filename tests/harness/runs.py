@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness import forks
 
 REPO = Path(__file__).parents[2]
 NBS = REPO / "nbs"
@@ -26,14 +27,13 @@ def slow(*values):
 
 
 def multigpu_ft(*arguments, cwd, **env):
-    return subprocess.run(
-        [BIN / "multigpu-ft", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    "Run a command as in a terminal, and return its exit code and what it printed."
+    environment, how = {**os.environ, **env}, {"cwd": cwd, "timeout": 120}
+    try:
+        return forks.run("harness.command", arguments, environment=environment, **how)
+    except forks.Cold:
+        command = [BIN / "multigpu-ft", *map(str, arguments)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, **how)
 
 
 def processes(run_root):

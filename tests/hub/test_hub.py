@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import faults
+from harness import faults, forks
 from harness import hub as local
-from harness.runs import BIN, processes, until
+from harness.runs import processes, until
 
 from multigpu_ft import RunConfig, RunDir, model_card
 from multigpu_ft.checkpoints.discovery import kept_checkpoints
@@ -578,7 +578,7 @@ def test_a_run_survives_a_refusing_hub_and_sync_sends_its_results_later(
         and "you may not" in r
         for r in status["remarks"]
     ), status
-    command = [BIN / "multigpu-ft", "sync", str(run.path), "--json"]
+    command = [forks.command(), "sync", str(run.path), "--json"]
     failed = subprocess.run(
         command, env=local.environment(hub), capture_output=True, text=True, timeout=100
     )
@@ -717,7 +717,7 @@ def test_the_cell_shows_uploads(hub, hub_server, material, run_root):
         for name, value in cfg.model_dump(exclude_defaults=True).items()
     ]
     done = subprocess.run(
-        [BIN / "multigpu-ft", "train", *flags],
+        [forks.command(), "train", *flags],
         env=local.environment(hub),
         capture_output=True,
         text=True,

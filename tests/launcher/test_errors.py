@@ -39,7 +39,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def newcomer(folder):
     "Return a function that runs a cell and returns what its error shows."
-    k = Kernel(folder, {"HF_TOKEN": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
+    offline = {"HF_TOKEN": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    k = Kernel(folder, offline, forked=True)
     k.run(IMPORTS + "%load_ext multigpu_ft\nimport os")
 
     def shown(cell):

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 from harness import dying_kernels
 from harness.notebooks import CellError
+from harness.runs import slow
 
 from multigpu_ft import ConfigError, RunConfig, RunFailed, launch
 
@@ -208,7 +209,9 @@ def test_directories_of_dead_kernels_are_swept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", dying_kernels.FAULTS)
-@pytest.mark.parametrize("launcher", dying_kernels.CELLS)
+@pytest.mark.parametrize(
+    "launcher", [slow(name) if name == "launch" else name for name in dying_kernels.CELLS]
+)
 def test_nothing_outlives_its_kernel_or_agent(tmp_path, launcher, fault):
     found = dying_kernels.trial(tmp_path, launcher, fault, 1.5 if launcher == "%%torchrun" else 3)
     assert found.get("seconds", 99) < (10 if fault == "interrupt" else 5), found

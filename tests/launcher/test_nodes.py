@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import faults, host_faults, hosts
+from harness import faults, forks, host_faults, hosts
 from harness.runs import slow
 
 from multigpu_ft import Run, RunConfig, RunDir, deploy_kubernetes
@@ -213,6 +213,7 @@ def test_a_job_that_was_asked_to_stop_has_succeeded(net, material, tmp_path):
     assert codes == [0, 0] and run_dir.status()["state"] == "stopped", texts
 
 
+@pytest.mark.slow
 def test_a_cut_link_ends_both_sides(net, material, tmp_path):
     "Without restarts both say which node they lost, and no process is left. Started again, the run resumes."
     cfgs = configs(material, tmp_path, shared=False, num_epochs=10, nproc=1)
@@ -341,6 +342,7 @@ def test_a_wrong_address_is_explained(net, material, tmp_path):
     assert "node 0 did not answer at 10.77.0.99:29400 within join_timeout_s=5 s" in texts[2]
 
 
+@pytest.mark.slow
 def test_machines_that_are_not_set_up_alike(net, material, one_host, tmp_path):
     cfg, other = configs(material, tmp_path, shared=False, join_timeout_s=40, nproc=1)
     leader = net.train(0, cfg)
@@ -458,7 +460,7 @@ def test_restarts_on_one_machine(material, server, tmp_path):
     )
     calm = server.finish(cfg.replace(run_name="calm", max_restarts=0))
     process = subprocess.Popen(
-        [BIN / "multigpu-ft", "train", *shlex.split(flags(cfg))],
+        [forks.command(), "train", *shlex.split(flags(cfg))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

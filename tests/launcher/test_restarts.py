@@ -1,9 +1,8 @@
 """Which lack of memory a smaller micro-batch mends, and which ends the run with a remedy."""
 
-import os
-
 import pytest
 import torch
+from harness import forks
 
 from multigpu_ft import ModelError, Run, RunConfig, launch
 from multigpu_ft.launcher.agent import root_cause
@@ -191,9 +190,8 @@ def test_a_model_that_does_not_fit_ends_the_run_at_once(
     "A smaller micro-batch doesn't make it smaller."
     module, holder, name = PLACES[place]
     code = FULL.replace("PLACE", module).replace("HOLDER", holder).replace("NAME", name)
-    (tmp_path / "sitecustomize.py").write_text(code.replace("ERROR", ERRORS[memory]))
-    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    for variable in forks.at_start(tmp_path, code.replace("ERROR", ERRORS[memory])).items():
+        monkeypatch.setenv(*variable)
     remedy = "tuning='qlora'.*strategy='fsdp' on more GPUs" if memory == "GPU" else "lower nproc"
     with pytest.raises(
         ModelError,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness import forks
 from harness.notebooks import Kernel
 from harness.runs import until
 
@@ -24,6 +25,16 @@ from multigpu_ft.run.processes import is_there
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux to fork")
 SERVER = "multigpu_ft.run.fork_server"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_server():
+    "Have this process start a fork server of its own, as a user's kernel does, instead of a fork."
+    before, warm_start._Client = warm_start._Client, forks.COLD_CLIENT
+    started, warm_start._starts = warm_start._starts, warm_start._Starts()
+    yield
+    warm_start._starts.running() and warm_start._starts.running().close()
+    warm_start._Client, warm_start._starts = before, started
 
 
 def describe():
@@ -150,6 +161,7 @@ def test_a_changed_variable_makes_one_start_cold_and_the_log_says_which(tmp_path
     until(lambda: not is_there(before), 5, "the end of the server that is of no more use")
 
 
+@pytest.mark.slow
 def test_a_file_that_hides_a_module_makes_a_start_cold(tmp_path, monkeypatch):
     launch(len, "ab", nproc=1)
     shutil.copy(bisect.__file__, tmp_path)

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.runs import BIN, REPO, until
+from harness import forks
+from harness.runs import REPO, until
 
 from multigpu_ft import ConfigError, ModelError, RunConfig, estimate, launch
 from multigpu_ft.launcher.functions import start_agent
@@ -332,7 +333,9 @@ def saved(folder, shape):
         (None, {"strategy": "fsdp"}),
         pytest.param(None, {"tuning": "lora", "quantization": "none"}, marks=pytest.mark.slow),
         pytest.param(None, {"strategy": "zero2"}, marks=pytest.mark.slow),
-        (WINDOWS, {"strategy": "fsdp", "activation_checkpointing": 3}),
+        pytest.param(
+            WINDOWS, {"strategy": "fsdp", "activation_checkpointing": 3}, marks=pytest.mark.slow
+        ),
         pytest.param(EXPERTS, {"strategy": "fsdp"}, marks=pytest.mark.slow),
     ],
     ids=lambda value: (
@@ -594,6 +597,7 @@ def test_answers_outlive_the_process(monkeypatch):
             ask(cfg.replace(max_length=66), t4, 2)
 
 
+@pytest.mark.slow
 def test_the_process_is_kept_for_the_next_estimate(monkeypatch):
     spare = fit._Spare()
     monkeypatch.setattr(fit, "_spare", spare)
@@ -661,7 +665,7 @@ def test_an_estimate_is_close_to_a_real_run(name, tmp_path):
 
 def test_command_line(monkeypatch):
     arguments = [
-        BIN / "multigpu-ft",
+        forks.command(),
         "estimate",
         "--preset",
         "opt-1.3b-arxiv",
@@ -688,7 +692,7 @@ def test_command_line(monkeypatch):
         (["--gpu-memory-gib", "T5"], "T5"),
     ):
         done = subprocess.run(
-            [BIN / "multigpu-ft", "estimate", *wrong], capture_output=True, text=True, timeout=300
+            [forks.command(), "estimate", *wrong], capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 1 and "ConfigError" in done.stderr and words in done.stderr
 

@@ -64,6 +64,7 @@ def tiny(material, run_root):
     return make
 
 
+@pytest.mark.slow
 def test_a_model_that_sees_what_it_predicts_is_refused(tiny, train):
     cfg = tiny("bert")
     with pytest.raises((AssertionError, RunFailed), match="reads a text in both directions, so it"):

@@ -11,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, modeling_flash_attention_utils, modeling_utils
 from transformers.integrations import hub_kernels
 
-from multigpu_ft import CheckpointError, ModelError, RunConfig
-from multigpu_ft.checkpoints.export import load_export
+from multigpu_ft import CheckpointError, ModelError, RunConfig, load_export
 from multigpu_ft.models.loading import load_config, load_model, load_shell, load_tokenizer
 
 CODE = """

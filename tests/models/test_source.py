@@ -22,8 +22,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from multigpu_ft import ModelError, RunConfig, launch
-from multigpu_ft.checkpoints.export import load_export
+from multigpu_ft import ModelError, RunConfig, launch, load_export
 from multigpu_ft.data.examples import load_texts
 from multigpu_ft.data.tokenization import tokenize
 from multigpu_ft.models import gguf, source
@@ -107,6 +106,7 @@ def test_a_model_is_made_once(pretrained):
     assert not said and time.perf_counter() - begun < 1
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_trained_like_its_folder(gguf_of_llama, llama, cache, run_root, tmp_path):
     "The file becomes a folder of the same weights and tokens; what is trained on it is exported as GGUF."
     shared = {"dataset": str(tmp_path / "texts.jsonl"), "end_idx": 16, "nproc": 1, "max_length": 32}
@@ -290,6 +290,7 @@ def test_what_is_no_gguf_file(cache, tmp_path, gguf_of_llama):
     ]
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_read_again(cache, tmp_path, gguf_of_llama):
     file = tmp_path / "model.gguf"
     shutil.copy(gguf_of_llama, file)

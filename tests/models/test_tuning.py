@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from harness import adapters, faults
-from harness.runs import REPO, slow
+from harness import adapters
+from harness.runs import REPO
 
 from multigpu_ft import CheckpointError, RunConfig, launch, load_export
 from multigpu_ft.run.config import PRESETS
@@ -21,21 +21,10 @@ def models(tmp_path_factory):
     return adapters.make_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def tuned(models):
-    "Return a server that has also imported peft and bitsandbytes."
-    started = faults.Server(
-        models / "opt", "peft", "bitsandbytes", "torch.distributed.checkpoint.state_dict"
-    )
-    yield started
-    started.close()
-
-
-@pytest.mark.parametrize(
-    "architecture", [name if name == "opt" else slow(name) for name in adapters.ARCHITECTURES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", adapters.ARCHITECTURES)
 def test_every_tuning_trains_resumes_and_exports_under_every_strategy(
-    architecture, models, tuned, run_root
+    architecture, models, server, run_root
 ):
     labelled = (
         {"eval_dataset": str(models / "few.jsonl")} if adapters.is_classifier(architecture) else {}
@@ -46,7 +35,7 @@ def test_every_tuning_trains_resumes_and_exports_under_every_strategy(
     )
     cells = [
         adapters.try_cell(
-            tuned, models, run_root / tuning / strategy, architecture, tuning, strategy, **labelled
+            server, models, run_root / tuning / strategy, architecture, tuning, strategy, **labelled
         )
         for tuning in adapters.TUNINGS
         for strategy in adapters.STRATEGIES
@@ -81,13 +70,13 @@ def test_every_tuning_trains_resumes_and_exports_under_every_strategy(
         assert found == pytest.approx(expected, abs=1e-4), folder
 
 
-def test_half_precision_trains_an_adapter_of_fp32(models, tuned, run_root):
+def test_half_precision_trains_an_adapter_of_fp32(models, server, run_root):
     "As on a T4, frozen weights and arithmetic are fp16, and trained weights are fp32."
     from safetensors import safe_open
 
     for tuning, strategy in (("qlora", "fsdp"), ("lora", "ddp"), ("lora8bit", "ddp")):
         runs = [
-            tuned.finish(
+            server.finish(
                 adapters.config(
                     models,
                     run_root / dtype / tuning,
@@ -123,7 +112,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_load_export_says_nothing_if_all_is_well(models, tuned, run_root):
+def test_load_export_says_nothing_if_all_is_well(models, server, run_root):
     "The base of a classifier's adapter has no head, which transformers reports in red."
     folders = []
     for architecture, tuning in (
@@ -136,7 +125,7 @@ def test_load_export_says_nothing_if_all_is_well(models, tuned, run_root):
         ("distilbert", "lora"),
     ):
         root = run_root / architecture / tuning
-        run = tuned.finish(
+        run = server.finish(
             adapters.config(models, root, architecture, tuning, "single", max_steps=1)
         )
         folders += [run.status()[name] for name in ("export", "merged") if name in run.status()]
@@ -148,7 +137,7 @@ def test_load_export_says_nothing_if_all_is_well(models, tuned, run_root):
 
 
 def test_load_export_leaves_the_reports_of_others_as_they_were(
-    models, tuned, run_root, capfd, caplog
+    models, server, run_root, capfd, caplog
 ):
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -156,7 +145,7 @@ def test_load_export_leaves_the_reports_of_others_as_they_were(
     # `score`, which other tests call in this process, turns them off in ranks
     logging.set_verbosity_warning()
     logging.enable_progress_bar()
-    run = tuned.finish(
+    run = server.finish(
         adapters.config(models, run_root, "distilbert", "lora", "single", max_steps=1)
     )
     verbosity = logging.get_verbosity()
@@ -167,8 +156,8 @@ def test_load_export_leaves_the_reports_of_others_as_they_were(
     assert "MISSING" in caplog.text and "Loading weights" in capfd.readouterr().err
 
 
-def test_the_remarks_tell_what_is_trained(models, tuned, run_root):
-    run = tuned.finish(
+def test_the_remarks_tell_what_is_trained(models, server, run_root):
+    run = server.finish(
         adapters.config(
             models, run_root, "bert", "lora", "ddp", lora_r=2, lora_target_modules="query-value"
         )
@@ -194,13 +183,13 @@ def failure(server, cfg):
 
 
 def test_bad_labels_and_conversations_are_named_with_file_line_and_value(
-    models, tuned, run_root, tmp_path
+    models, server, run_root, tmp_path
 ):
     def told(rows, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return failure(
-            tuned,
+            server,
             adapters.config(
                 models, run_root, "bert", "full", "single", dataset=str(path), **settings
             ),
@@ -224,9 +213,9 @@ def test_bad_labels_and_conversations_are_named_with_file_line_and_value(
     )
 
 
-def test_unknown_target_modules_list_the_available_ones(models, tuned, run_root):
+def test_unknown_target_modules_list_the_available_ones(models, server, run_root):
     said = failure(
-        tuned,
+        server,
         adapters.config(models, run_root, "opt", "lora", "single", lora_target_modules="q_prj"),
     )
     assert (
@@ -235,9 +224,9 @@ def test_unknown_target_modules_list_the_available_ones(models, tuned, run_root)
     )
 
 
-def test_another_head_or_adapter_cannot_resume(models, tuned, run_root, tmp_path):
+def test_another_head_or_adapter_cannot_resume(models, server, run_root, tmp_path):
     cfg = adapters.config(models, run_root, "bert", "full", "single")
-    done = tuned.finish(cfg)
+    done = server.finish(cfg)
     rows = [json.loads(line) for line in (models / "texts.jsonl").read_text().splitlines()]
     own = tmp_path / "texts.jsonl"
     own.write_text(
@@ -246,7 +235,7 @@ def test_another_head_or_adapter_cannot_resume(models, tuned, run_root, tmp_path
     weights = cfg.replace(
         dataset=str(own), resume_file=done.status()["checkpoint"], resume_scope="weights"
     )
-    assert "labels: checkpoint ['0', '1'], this run ['0', '1', '2']" in failure(tuned, weights)
+    assert "labels: checkpoint ['0', '1'], this run ['0', '1', '2']" in failure(server, weights)
     with pytest.raises(CheckpointError, match="adapter: checkpoint None, this run {'r': 8"):
         launch(cfg.replace(tuning="lora", resume_file=done.status()["checkpoint"]))
     with pytest.raises(
@@ -255,9 +244,9 @@ def test_another_head_or_adapter_cannot_resume(models, tuned, run_root, tmp_path
         launch(cfg.replace(task="causal-lm", resume_file=done.status()["checkpoint"]))
 
 
-def test_a_classifier_keeps_its_head_only_for_its_labels(models, tuned, run_root, tmp_path):
+def test_a_classifier_keeps_its_head_only_for_its_labels(models, server, run_root, tmp_path):
     "An export can be trained again."
-    first = tuned.finish(adapters.config(models, run_root, "bert", "full", "single"))
+    first = server.finish(adapters.config(models, run_root, "bert", "full", "single"))
     again = adapters.config(
         models,
         run_root,
@@ -267,12 +256,12 @@ def test_a_classifier_keeps_its_head_only_for_its_labels(models, tuned, run_root
         model=first.status()["export"],
         resume_file="none",
     )
-    second = tuned.finish(again)
+    second = server.finish(again)
     assert second.status()["loss_before"] == pytest.approx(first.status()["loss_after"], rel=1e-5)
     path = tmp_path / "three.jsonl"
     path.write_text("".join(json.dumps({"text": "w1", "label": i % 3}) + "\n" for i in range(6)))
     assert "doesn't fit the data's 3 labels (0, 1, 2)" in failure(
-        tuned, again.replace(dataset=str(path), end_idx=None)
+        server, again.replace(dataset=str(path), end_idx=None)
     )
 
 

@@ -7,8 +7,7 @@ from harness import faults
 from harness.runs import slow
 from harness.word_models import asked, make_models
 
-from multigpu_ft import evaluate, generate, launch
-from multigpu_ft.checkpoints.export import load_export
+from multigpu_ft import evaluate, generate, launch, load_export
 
 # the gate has each strategy, dtype and kind of tuning once or more, `make test-slow` all combinations
 IN_GATE = {

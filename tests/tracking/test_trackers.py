@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from harness import faults
+from harness import faults, forks
 from harness.leftovers import Leftovers
 from harness.runs import BIN, REPO, until
 from harness.wandb_server import KEY, SilentServer, WandbServer
@@ -117,7 +117,7 @@ def logged_first(runs):
 
 def sync(run_dir, server):
     done = subprocess.run(
-        [BIN / "multigpu-ft", "sync", str(run_dir.path), "--json"],
+        [forks.command(), "sync", str(run_dir.path), "--json"],
         env={**os.environ, **server.environment},
         capture_output=True,
         text=True,
@@ -277,7 +277,7 @@ def test_a_rejected_key_is_reported_and_nothing_counts_as_uploaded(material, ser
     refusing = WandbServer()
     refusing.refuse = True
     try:
-        command = [BIN / "multigpu-ft", "sync", str(run.path)]
+        command = [forks.command(), "sync", str(run.path)]
         done = subprocess.run(
             command,
             env={**os.environ, **refusing.environment},

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from harness import forks
 from harness.exactness import ARCHITECTURES, build
 from harness.runs import BIN, REPO, slow
 
@@ -45,9 +46,8 @@ def ranks(request, tmp_path_factory):
     return json.loads(report.read_text())
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "llama" else slow(name) for name in ARCHITECTURES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_one_curve_for_all_ways_to_share_a_step_and_to_lay_it_out(ranks, name):
     """20 steps of 8 texts: loss and gradient norm within 1e-5 of those of one process that packs them.
 
@@ -177,16 +177,14 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_good_checkpoi
     run_root, tmp_path, monkeypatch, train, end_idx, reason
 ):
     "Parameters turn into NaN on one rank, in the second epoch; the checkpoint of the first is whole and trains on."
-    folder = tmp_path / "fault"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(NAN.replace("STEPS", str(end_idx // 8 + 3)))
+    ((name, value),) = forks.at_start(tmp_path, NAN.replace("STEPS", str(end_idx // 8 + 3))).items()
     cfg = RunConfig(
         run_root=str(run_root), strategy="ddp", packing="padded", end_idx=end_idx, num_epochs=20
     )
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=reason):
         launch(cfg)
-    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.delenv(name)
     checkpoint = find_checkpoints(cfg)[0]
     verify_checkpoint(checkpoint)
     metrics = [
