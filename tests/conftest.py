@@ -85,6 +85,7 @@ def pytest_sessionfinish(session):
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_is_left():
     "Fail if a process group remains: the next file in this process, which differs by run, would find it."
+    forks.refresh()
     yield
     distributed = sys.modules.get("torch.distributed")
     assert not (distributed and distributed.is_initialized()), (

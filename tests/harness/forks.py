@@ -22,7 +22,7 @@ from pathlib import Path
 
 from multigpu_ft.run import warm_start
 from multigpu_ft.run.fork_server import PADDING, changed_variable, request_for
-from multigpu_ft.run.warm_start import Cold, environment_here
+from multigpu_ft.run.warm_start import Cold, ForkedProcess, environment_here
 
 COLD_CLIENT = warm_start._Client  # whose fork server imports by itself
 _SERVERS, _RANKS = "multigpu_ft.run.fork_server", warm_start._MODULES
@@ -79,6 +79,8 @@ class _Server(COLD_CLIENT):
 
 def serve():
     "Be a server. What it forks asks another server for its own fork server, instead of starting one."
+    # a kernel ends with its parent, which ipykernel looks up when it is imported
+    os.environ["JPY_PARENT_PID"] = str(os.getpid())
     keep = sys.argv.pop(5)
     if keep:
         file = fcntl.fcntl(int(keep), fcntl.F_DUPFD_CLOEXEC, _OWN_FILE)
@@ -102,6 +104,7 @@ def at_start(folder, code):
     """Return the variable with which each fork runs `code` first, from a file in `folder`.
 
     The package doesn't know about it, so it can be a fault. It finds all that ranks import imported."""
+    refresh()
     path = Path(folder) / "fault.py"
     path.write_text(code)
     return {_AT_START: str(path)}
@@ -166,6 +169,27 @@ def prepare():
             _server(kind)
 
 
+def refresh():
+    """Replace servers that would refuse to fork, since a test has changed what they have imported.
+
+    `pip install` does, for one. Also end this process' fork server if it had to start cold."""
+    with _lock, open(os.devnull, "r+b") as nothing:
+        for server in list(_servers.values()):
+            request = request_for("json.tool", ["--help"], server.environment)
+            try:
+                request |= {"keep": [], "stage": 0}
+                server.start(request, [nothing.fileno()] * 3).wait()
+            except Cold:
+                for each in _servers.values():  # they are connected
+                    each.close()
+                _servers.clear()
+                break
+    mine = warm_start._starts.running()
+    if mine and not isinstance(mine._process, ForkedProcess):
+        mine.close()
+        warm_start._starts = warm_start._Starts()
+
+
 def fork_own_server():
     "Have this process' fork server be a fork, too. Call it before the first test."
     _clean.update(environment_here())
@@ -185,8 +209,6 @@ def start(kind, module, words, *, cwd, environment, files):
     with _lock:
         server = _server(kind)
         environment = _as_imported(environment, server.environment)
-        # a kernel ends with the process that is named there, if that is its parent
-        environment = {**environment, "JPY_PARENT_PID": str(server.pid)}
         request = request_for(module, [str(word) for word in words], environment)
         request |= {"keep": [], "stage": server.stages, "folder": str(cwd)}
         return server.start(request, files)
