@@ -25,4 +25,4 @@ def load_export(
     changes nothing."""
     from multigpu_ft.checkpoints.export import load_checked
 
-    return load_checked(Path(folder), device)
+    return load_checked(folder, device)

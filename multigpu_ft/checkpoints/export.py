@@ -268,10 +268,10 @@ def _publish(
 
 # %% ../../nbs/checkpoints/05_export.ipynb #c163a138
 def load_checked(
-    folder: Path, device: str | torch.device = "cpu"
+    folder: str | Path, device: str | torch.device = "cpu"
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     "Return what `load_export` returns. Raises `CheckpointError` as it does."
-    device = torch.device(device)
+    folder, device = Path(folder), torch.device(device)
     check = read_check(folder)
     if not check:
         raise CheckpointError(f"{folder} is not an export: it has no readable {CHECK_FILE}.")
