@@ -157,9 +157,12 @@ class Imported:
 # %% ../../nbs/run/16_fork_server.ipynb #6687bea2
 def _fork_is_bad() -> bool:
     "Return whether CUDA can't be used in a fork of this process."
-    torch = sys.modules.get("torch")
-    if torch is None or torch.cuda.is_initialized():
-        return torch is not None
+    if "torch" not in sys.modules:
+        return False
+    import torch
+
+    if torch.cuda.is_initialized():
+        return True
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

@@ -156,7 +156,7 @@ _servers, _lock = {}, threading.Lock()
 def _server(kind):
     "Return this process' server of a kind, started if necessary."
     found = _servers.get(kind)
-    if found is None or not found.is_running():
+    if not (found and found.is_running()):
         keep = () if kind == "fork server" else (_server("fork server").file,)
         found = _servers[kind] = _Server(kind, keep)
     return found

@@ -33,7 +33,8 @@ def own_server():
     before, warm_start._Client = warm_start._Client, forks.COLD_CLIENT
     started, warm_start._starts = warm_start._starts, warm_start._Starts()
     yield
-    warm_start._starts.running() and warm_start._starts.running().close()
+    if mine := warm_start._starts.running():
+        mine.close()
     warm_start._Client, warm_start._starts = before, started
 
 
