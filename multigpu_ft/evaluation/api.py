@@ -33,7 +33,7 @@ from ..launcher.slices import Slices
 from ..run.answering import check_temperature
 from ..run.config import plain_values
 from ..run.environment import default_run_root
-from ..run.errors import ConfigError, did_you_mean
+from ..run.errors import ConfigError, did_you_mean, interrupted_briefly
 from ..run.numbers import span
 from ..run.parameters import documented
 from ..run.run_dir import PRIVATE, RunDir
@@ -216,6 +216,7 @@ _REPORT = {
     samples=_SAMPLES,
     report=_REPORT,
 )
+@interrupted_briefly
 def evaluate(
     run: Run | RunDir | Slices | Path | str | Sequence[Any] | None = None,
     *,

@@ -33,10 +33,10 @@ from multigpu_ft.generation.fine_tuned import (
 )
 from .prompts import load_questions
 from ..launcher.functions import start_agent
-from ..launcher.run import Run
+from ..launcher.run import Run, start_run
 from ..run.config import BUILTIN_MODEL, RunConfig
 from ..run.environment import session_end
-from ..run.errors import ConfigError
+from ..run.errors import ConfigError, interrupted_briefly
 from ..run.numbers import age, frequency, one_line, percent
 from ..run.parameters import documented
 from ..run.payload import REWARD_FILE, pack, remove_packed, write_packed
@@ -333,16 +333,6 @@ def _open(folder: Path, cfg: RunConfig, job: GenerationJob, reward: bytes | None
         write_packed(run_dir, REWARD_FILE, reward)
     return run_dir
 
-
-def _start(run_dir: RunDir) -> Run:
-    run = Run(run_dir, agent := start_agent(run_dir))
-    try:
-        run_dir.update_status(pids={"launcher": os.getpid(), "agent": agent.pid})
-    except BaseException:
-        run.kill()
-        raise
-    return run
-
 # %% ../../nbs/generation/11_api.ipynb #40f93a30
 def _job_config(fine_tuned: FineTuned | None, settings: dict[str, Any]) -> RunConfig:
     """Return the `RunConfig` of a generation: the model as it was trained, and which rows to
@@ -446,6 +436,7 @@ _PROCESSES = {
 @documented(
     model=_MODEL, questions=_QUESTIONS, answers=_ANSWERS, files=_FILES, processes=_PROCESSES
 )
+@interrupted_briefly
 def generate(
     run: Run | RunDir | Path | str | None = None,
     *,
@@ -503,6 +494,7 @@ def generate(
     run_dir = _open(_folder(output), cfg, job, packed_reward)
     try:
         say(_describe(fine_tuned, cfg, job))
-        return Answers(_start(run_dir).wait(panel=panel), output, val_output)
+        started = start_run(run_dir, lambda: start_agent(run_dir), {"launcher": os.getpid()})
+        return Answers(started.wait(panel=panel), output, val_output)
     finally:
         remove_packed(run_dir)  # ranks that died may not have read it

@@ -42,12 +42,17 @@ from multigpu_ft.launcher.nodes import (
     start_supervisor,
 )
 from .restarts import attempt_of, reopen
-from .run import Run
+from .run import Run, start_run
 from ..memory.api import plan_memory
 from ..models.source import model_source
 from ..run.config import PRESETS, RunConfig, refuse_other_than_config
 from ..run.environment import default_run_root, session_end, visible_gpus
-from ..run.errors import CheckpointError, ConfigError, briefly
+from multigpu_ft.run.errors import (
+    CheckpointError,
+    ConfigError,
+    briefly,
+    interrupted_briefly,
+)
 from ..run.experiment import nothing_left
 from ..run.numbers import TRAINING_LOSS, age, held_out_changes, score
 from multigpu_ft.run.run_dir import (
@@ -80,6 +85,7 @@ def for_this_machine(cfg: RunConfig) -> RunConfig:
     return cfg.replace(**changes) if changes else cfg
 
 # %% ../../nbs/launcher/12_api.ipynb #e383e580
+@interrupted_briefly
 def launch(
     what: RunConfig | Callable[..., Any] | str | Path,
     *args: Any,
@@ -214,10 +220,8 @@ def _launch_run(
         session_end=session_end(),
         resumed_revision=origin.revision,
     )
-    agent = _start_processes(run_dir, node, warm, wait)
-    run = Run(run_dir, agent)
+    run = start_run(run_dir, lambda: _start_processes(run_dir, node, warm, wait), parent)
     try:
-        run_dir.update_status(pids={**parent, "agent": agent.pid})
         run._viewer.said.update([*remarks, *run_dir.status().get("remarks", [])])
         if not wait and (panel or (panel is None and has_viewer())):
             run.show(panel)

@@ -32,7 +32,7 @@ from .api import runs
 from .commands import changed_settings, papermill_words, recipe
 from .run import Run
 from ..run.config import RunConfig, refuse_other_than_config
-from ..run.errors import ConfigError, DataError
+from ..run.errors import ConfigError, DataError, interrupted_briefly
 from ..run.failures import RunFailed, tail
 from ..run.numbers import TRAINING_LOSS, span
 from ..run.run_dir import FINISHED_STATES, LIVE_STATES, PRIVATE, short_name
@@ -297,6 +297,7 @@ papermill()"""
 _SETTLE_S = 30.0
 
 
+@interrupted_briefly
 def run_slices(cfg: RunConfig) -> Slices:
     """Train the slices of `cfg`'s data that are not trained yet, one notebook each.
 

@@ -50,7 +50,7 @@ from multigpu_ft.run.environment import (
     session_hours,
     visible_gpus,
 )
-from ..run.errors import ConfigError
+from ..run.errors import ConfigError, interrupted_briefly
 from ..run.numbers import age
 
 # %% ../../nbs/memory/08_api.ipynb #3fe57004
@@ -526,6 +526,7 @@ def _html(found: Estimate) -> str:
     )
 
 # %% ../../nbs/memory/08_api.ipynb #2f2fb760
+@interrupted_briefly
 def estimate(
     cfg: RunConfig, gpus: int | None = None, gpu_memory_gib: str | float | None = None
 ) -> Estimate:

@@ -41,6 +41,7 @@ _AT_START = "TEST_AT_START"
 # the folder of caches: the package looks it up when needed, and what is imported keeps nothing there that tests see
 _SET_LATER, _LATE = "TEST_SET_LATER", ("XDG_CACHE_HOME",)
 _clean: dict[str, str] = {}  # this process' environment before the first test
+_clean_here: dict[str, str] = {}  # and the one that the package would have given its fork server
 _OWN_FILE = 900  # the number of the connection to the fork servers' server, above those that a fork may be given
 
 
@@ -49,8 +50,11 @@ class _Server(COLD_CLIENT):
 
     def __init__(self, kind, keep=()):
         self._connection, theirs = socket.socketpair()
-        more = _IN_KERNELS if kind == "kernel" else {}
-        self.environment = {**(_clean or environment_here()), **more}
+        self.environment = {
+            "kernel": lambda: {**(_clean or os.environ), **_IN_KERNELS},
+            "command": lambda: dict(_clean or os.environ),
+            "fork server": lambda: _clean_here or environment_here(),
+        }[kind]()
         number = str(theirs.fileno())
         modules = ",".join(MODULES[kind])
         tests = str(Path(__file__).parents[1])
@@ -66,6 +70,7 @@ class _Server(COLD_CLIENT):
             env=self.environment,
             pass_fds=[theirs.fileno(), *keep],
             start_new_session=True,
+            cwd="/",  # so that the package is found where it is found from any other folder
         )
         theirs.close()
         self.pid, self._stage, self._ready = self._process.pid, 0, 0
@@ -85,7 +90,7 @@ def serve():
     if keep:
         file = fcntl.fcntl(int(keep), fcntl.F_DUPFD_CLOEXEC, _OWN_FILE)
         os.close(int(keep))
-        imported_with = dict(os.environ)
+        imported_with = environment_here()
         warm_start._Client = _client_of(lambda: (file, imported_with))
     run_module = runpy.run_module
 
@@ -192,7 +197,8 @@ def refresh():
 
 def fork_own_server():
     "Have this process' fork server be a fork, too. Call it before the first test."
-    _clean.update(environment_here())
+    _clean.update(os.environ)
+    _clean_here.update(environment_here())
 
     def server():
         with _lock:

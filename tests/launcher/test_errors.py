@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import nbformat
@@ -191,17 +190,41 @@ def test_a_rank_that_refuses_is_shown_like_the_kernel(newcomer, run_root):
     assert shown[0].startswith("ModelError: lora_target_modules='no'") and len(shown) == 2, shown
 
 
-def test_an_interrupted_function_shows_one_line(folder):
-    k = Kernel(folder, {})
+@pytest.mark.parametrize("moment", ["agent.log", "began"])
+def test_an_interrupted_function_shows_one_line(moment, tmp_path):
+    "Interrupted while torch is still imported, as in the first launch of a kernel, or at work."
+    k = Kernel(tmp_path, {"TMPDIR": str(tmp_path)})
     try:
-        k.run(IMPORTS)
-        cell = k.start("import time\nlaunch(lambda: time.sleep(60), nproc=1)")
-        threading.Timer(5, k.manager.interrupt_kernel).start()
+        k.run(
+            f"{IMPORTS}import time\ndef wait():\n    open('began', 'w').close()\n    time.sleep(60)"
+        )
+        cell = k.start("launch(wait, nproc=1)")
+        until(lambda: list(tmp_path.rglob(moment)), 60, moment)
+        k.manager.interrupt_kernel()
         with pytest.raises(CellError) as caught:
             cell.result(30)
     finally:
         k.shutdown()
-    assert caught.value.shown[0] == "KeyboardInterrupt" and len(caught.value.shown) == 2
+    assert caught.value.shown == [
+        "KeyboardInterrupt",
+        "  Cell In[2], line 1: launch(wait, nproc=1)",
+    ]
+
+
+def test_a_run_that_is_interrupted_before_it_begins_is_stopped(tmp_path, run_root):
+    k = Kernel(tmp_path, {})
+    try:
+        k.run(IMPORTS)
+        cell = k.start(f"launch(RunConfig(run_root={str(run_root)!r}))")
+        until(lambda: list(run_root.rglob("agent.log")), 60, "a run")
+        k.manager.interrupt_kernel()
+        with pytest.raises(CellError) as caught:
+            cell.result(30)
+        assert len(caught.value.shown) == 2, caught.value.shown
+        assert "  stopped  " in k.run(f"print(runs({str(run_root)!r}))")
+        k.run(f"run = launch(RunConfig(run_root={str(run_root)!r}, max_steps=1))")
+    finally:
+        k.shutdown()
 
 
 def test_papermill_ends_with_the_cause_and_so_does_the_notebook(tmp_path):
