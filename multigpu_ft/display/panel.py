@@ -60,8 +60,9 @@ def _tokenizing(status: dict[str, Any]) -> tuple[int, int, str] | None:
     progress = status.get("tokenizing")
     if not progress or status["state"] != "starting":
         return None
-    done, total = progress["done"], progress["total"]
-    return done, total, f"tokenizing {done:,} of {total:,} {progress['rows']}"
+    done, total, left = progress["done"], progress["total"], progress.get("seconds_left")
+    words = f"tokenizing {done:,} of {total:,} {progress['rows']}"
+    return done, total, f"{words}, {duration(left)} left" if left else words
 
 
 def _text_bar(done: int, total: int) -> str:

@@ -11,7 +11,7 @@ import os
 import sys
 
 from ..models.source import model_source
-from ..run.processes import take_stdout, watch_parent
+from ..run.processes import end_with, take_stdout, watch_parent
 
 # %% ../../nbs/memory/05_simulation.ipynb #45ac7513
 #| eval: false
@@ -22,15 +22,16 @@ if __name__ == "__main__":
 
 # %% ../../nbs/memory/05_simulation.ipynb #15e1075a
 import json
+import multiprocessing
 import re
 import tempfile
 import time
 import warnings
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -657,6 +658,7 @@ def _label_losses(strategy: Single, tracker: MemoryTracker) -> None:
         backbone(inner).register_forward_hook(after)
 
 # %% ../../nbs/memory/05_simulation.ipynb #8cee4098
+_T = TypeVar("_T")
 _ENDS = 2  # the first block and the last
 _ONE_BLOCK = re.compile(r"(^|[.,])[0-9]+([.,]|$)")
 
@@ -722,7 +724,7 @@ def _simulate_few(request: _Request) -> _Outcome | None:
         few, period = found
         more = (request.shape.num_hidden_layers - few) // period - 1
         chosen = _as_for_all(request, few, period, more)
-        smaller, larger = chosen.run(few), chosen.run(few + period)
+        smaller, larger = _both(chosen.run, few, few + period)
         log = extend(smaller.log, larger.log, more)
     except (ConfigError, ModelError):
         raise
@@ -743,25 +745,68 @@ def _as_for_all(request: _Request, few: int, period: int, more: int) -> _Request
         return replace(request, sizes=[p.numel() for p in model.parameters() if p.requires_grad])
     if cfg.strategy != "fsdp" or cfg.communication != "auto" or request.gpus == 1:
         return request
-    spare = (_to_spare(request, blocks) for blocks in (few, few + period))
-    window = _grown(*spare, more) >= 0
+    window = _grown(*_to_spare(request, few, period), more) >= 0
     return replace(request, cfg=cfg.replace(communication="window" if window else "micro_batch"))
 
 
-_spared: dict[str, float] = {}
+def _in_a_fork(work: Callable[[], _T]) -> Callable[[], _T]:
+    """Begin `work` in a fork of this process; return a function that waits for its result.
+
+    Without a second processor, it is that function that does the work."""
+    if not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2:
+        return work
+    forking, parent = multiprocessing.get_context("fork"), os.getpid()
+    receiving, sending = forking.Pipe(duplex=False)
+
+    def fork() -> None:
+        end_with(parent)
+        try:
+            told = work(), None
+        except Exception as error:
+            told = None, error
+        with suppress(BrokenPipeError):  # the other simulation has failed
+            sending.send(told)
+
+    process = forking.Process(target=fork)
+    process.start()
+    sending.close()
+
+    def wait() -> _T:
+        result, error = receiving.recv()
+        process.join()
+        if error:
+            raise error
+        return result
+
+    return wait
 
 
-def _to_spare(request: _Request, blocks: int) -> float:
-    "Return the bytes of half the free memory that a window would leave with so many blocks."
+def _both(work: Callable[[int], _T], few: int, more: int) -> tuple[_T, _T]:
+    "Return `work(few)` and `work(more)`."
+    smaller = _in_a_fork(lambda: work(few))
+    larger = work(more)
+    return smaller(), larger
+
+
+_spared: dict[str, tuple[float, float]] = {}
+
+
+def _to_spare(request: _Request, few: int, period: int) -> tuple[float, float]:
+    """Return the bytes of half the free memory that a window would leave with few blocks and with a
+    repetition more."""
     # before the first batch, and whatever is recomputed
     cfg = request.cfg.replace(batch_size=1, accum_steps=1, activation_checkpointing="none")
-    key = repr((cfg, request.shape.to_dict(), request.gpu, request.gpus, request.kind, blocks))
-    if key not in _spared:
+
+    def spare(blocks: int) -> float:
         with (
             _local_model(cfg, _with_blocks(request.shape, blocks)) as local,
             _loaded(request, local, None) as (_, strategy, _),
         ):
-            _spared[key] = strategy.to_spare
+            return strategy.to_spare
+
+    key = repr((cfg, request.shape.to_dict(), request.gpu, request.gpus, request.kind, few, period))
+    if key not in _spared:
+        _spared[key] = _both(spare, few, few + period)
     return _spared[key]
 
 

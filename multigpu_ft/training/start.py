@@ -105,12 +105,18 @@ class _TokenizingProgress:
         self._was_told = False
 
     def of(self, rows: str) -> Callable[[int, int], None]:
-        "Return a function that tells how many `rows` of how many are done."
+        "Return a function that tells how many `rows` of how many are done, and the seconds left."
+        begun = None
 
         def tell(done: int, total: int) -> None:
-            if self._is_first and time.monotonic() >= self._next:
-                self._next, self._was_told = time.monotonic() + self._EVERY_S, True
-                self._write({"done": done, "total": total, "rows": rows})
+            nonlocal begun
+            now = time.monotonic()
+            begun = begun or (now, done)
+            if self._is_first and now >= self._next:
+                self._next, self._was_told = now + self._EVERY_S, True
+                new, seconds = done - begun[1], now - begun[0]
+                left = (total - done) * seconds / new if new else None
+                self._write({"done": done, "total": total, "rows": rows, "seconds_left": left})
 
         return tell
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from harness import forks
@@ -631,10 +632,12 @@ def test_an_estimate_can_be_stopped(monkeypatch):
     cfg, t4 = RunConfig(**OPT, strategy="ddp"), find_gpu("T4")
     with simulations() as ask, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ask, cfg.replace(max_length=509), t4, 2)
-        until(lambda: ask._worker.process, 10, "a process that simulates")
+        process = until(lambda: ask._worker.process, 10, "a process that simulates")
+        (fork,) = until(psutil.Process(process.pid).children, 60, "its fork, at work on few blocks")
         ask.stop()
         with pytest.raises(NoEstimate):
             waiting.result(10)
+        until(lambda: not fork.is_running(), 5, "the end of the fork")
         with pytest.raises(NoEstimate, match="stopped"):
             ask(cfg.replace(max_length=508), t4, 2)
     assert ask._worker.process is None
