@@ -9,6 +9,7 @@ __all__ = ['DATA_FILES', 'is_file_name', 'local_file', 'count_rows', 'Source', '
 # %% ../../nbs/data/02_sources.ipynb #c1aba71b
 import codecs
 import csv
+import functools
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .builtin import builtin_rows
+from .builtin import builtin_rows, count_builtin_rows
 from ..run.cache import file_digest
 from ..run.config import RunConfig
 from ..run.errors import DataError
@@ -282,10 +283,22 @@ def count_rows(cfg: RunConfig) -> int | None:
 
     The length of a Hub dataset is known after loading. Raises `DataError`."""
     if cfg.dataset.startswith("builtin:"):
-        return len(builtin_rows(cfg.dataset))
+        return count_builtin_rows(cfg.dataset)
     path = local_file(cfg.dataset)
-    if path is None:
-        return None
+    return None if path is None else _rows_of(path, _stamp(path))
+
+
+_Stamp = tuple[int, int, int]
+
+
+def _stamp(path: Path) -> _Stamp:
+    about = path.stat()
+    return about.st_mtime_ns, about.st_size, about.st_ino
+
+
+@functools.lru_cache(16)
+def _rows_of(path: Path, stamp: _Stamp) -> int:
+    "Return the number of rows of a file, which is read once as long as it has this `stamp`."
     if path.suffix == ".parquet":
         return _parquet(path).metadata.num_rows
     if path.suffix == ".jsonl":
@@ -325,7 +338,7 @@ class Source:
         "Return rows `start` to `end`, each with its location for error messages."
         found: Iterator[tuple[int | None, dict]]
         if self._is_builtin:
-            found = ((None, row) for row in builtin_rows(self.cfg.dataset)[start:end])
+            found = ((None, row) for row in builtin_rows(self.cfg.dataset, start, end))
         elif self.path:
             found = _READERS[self.path.suffix](self.path, start, end)
         else:
@@ -333,11 +346,8 @@ class Source:
         for index, (line, row) in enumerate(found, start):
             yield f"row {index} of {self.cfg.dataset}" + (f" (line {line})" if line else ""), row
 
-    def _read_stamp(self) -> tuple[int, int, int] | None:
-        if not self.path:
-            return None
-        about = self.path.stat()
-        return about.st_mtime_ns, about.st_size, about.st_ino
+    def _read_stamp(self) -> _Stamp | None:
+        return _stamp(self.path) if self.path else None
 
     def was_changed(self) -> bool:
         "Return whether the file was written since this object was made, judging by its time and size."
@@ -350,7 +360,7 @@ class Source:
         Hub dataset it reads only these rows and columns."""
         found = hashlib.sha256()
         if self._is_builtin:
-            found.update(json.dumps(builtin_rows(self.cfg.dataset)[start:end]).encode())
+            found.update(json.dumps(builtin_rows(self.cfg.dataset, start, end)).encode())
         elif self.path and self.path.suffix != ".parquet":
             found.update(file_digest(self.path).encode())
         else:

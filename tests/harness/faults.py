@@ -9,6 +9,7 @@ Some of the kills still go through torchrun.
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import importlib
 import itertools
@@ -221,6 +222,8 @@ def serve():
     for name in sys.argv[3:]:
         importlib.import_module(name)
     sys.stdout = ready
+    gc.collect()
+    gc.freeze()  # else each fork would look through all that is imported, and copy it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print("ready", flush=True)
     for line in sys.stdin:
