@@ -20,6 +20,8 @@ pytest_plugins = ["harness.browser"]
 LONGEST = (
     "nodes",
     "guides",
+    "packaging",
+    "architectures",
     "failures",
     "deepspeed",
     "project",

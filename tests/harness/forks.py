@@ -50,11 +50,9 @@ class _Server(COLD_CLIENT):
 
     def __init__(self, kind, keep=()):
         self._connection, theirs = socket.socketpair()
-        self.environment = {
-            "kernel": lambda: {**(_clean or os.environ), **_IN_KERNELS},
-            "command": lambda: dict(_clean or os.environ),
-            "fork server": lambda: _clean_here or environment_here(),
-        }[kind]()
+        clean, here = _clean or os.environ, _clean_here or environment_here()
+        more = _IN_KERNELS if kind == "kernel" else {}
+        self.environment = {**(here if kind == "fork server" else clean), **more}
         number = str(theirs.fileno())
         modules = ",".join(MODULES[kind])
         tests = str(Path(__file__).parents[1])
