@@ -373,7 +373,9 @@ def misnamed(tmp_path):
 
 def test_files_columns_and_rows_are_checked_beside_their_fields(misnamed):
     f, path = misnamed
-    assert "reviews.csv" in note(f, "dataset") and "file not found" in shown(f._widgets.message)
+    assert "reviews.csv" in note(f, "dataset")
+    # a thread writes it after the note
+    until(lambda: "file not found" in shown(f._widgets.message), 5, "the message")
     f.inputs["dataset"].value = str(path)
     f.inputs["text_field"].value, f.inputs["end_idx"].value = "txt", "50"
     until(lambda: "✗" in note(f, "end_idx"), 5, "rows beyond the end")
