@@ -494,7 +494,6 @@ def generate(
     run_dir = _open(_folder(output), cfg, job, packed_reward)
     try:
         say(_describe(fine_tuned, cfg, job))
-        started = start_run(run_dir, lambda: start_agent(run_dir), {"launcher": os.getpid()})
-        return Answers(started.wait(panel=panel), output, val_output)
+        return Answers(start_run(run_dir, start_agent).wait(panel=panel), output, val_output)
     finally:
         remove_packed(run_dir)  # ranks that died may not have read it

@@ -211,16 +211,15 @@ def _launch_run(
     taken = _name_is_taken(cfg, run_dir, origin.same_run)
     lines = [origin.words, *remarks, *taken, *commands]
     say("\n".join(f"{run_dir.name}: {line}" for line in lines))
-    parent = {} if detach else {"launcher": os.getpid()}
     run_dir.update_status(
         state="starting",
-        pids=parent,
+        pids={} if detach else {"launcher": os.getpid()},
         host=socket.gethostname(),
         launched=time.time(),
         session_end=session_end(),
         resumed_revision=origin.revision,
     )
-    run = start_run(run_dir, lambda: _start_processes(run_dir, node, warm, wait), parent)
+    run = start_run(run_dir, lambda run_dir: _start_processes(run_dir, node, warm, wait))
     try:
         run._viewer.said.update([*remarks, *run_dir.status().get("remarks", [])])
         if not wait and (panel or (panel is None and has_viewer())):

@@ -597,14 +597,13 @@ class Run(_ControlledRun):
                 print()
 
 
-def start_run(run_dir: RunDir, start: Callable[[], Started], parent: dict[str, int]) -> Run:
-    """Start a run's agent with `start()`, and return the run.
+def start_run(run_dir: RunDir, start: Callable[[RunDir], Started]) -> Run:
+    """Start a run's agent with `start(run_dir)`, and return the run.
 
-    `parent` is the process that the run ends with, if there is one. An error or an interrupt leaves
-    a run that is stopped, and no process."""
-    agent = None
+    An error or an interrupt leaves a run that is stopped, and no process."""
+    agent, parent = None, run_dir.status()["pids"]
     try:
-        agent = start()
+        agent = start(run_dir)
         run_dir.update_status(pids={**parent, "agent": agent.pid})
     except BaseException:
         Run(run_dir, agent)._processes.kill("stopped before it began")
